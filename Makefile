@@ -1,0 +1,25 @@
+# Everything runs in .venv, made on first use with PYTHON (3.11 or later): make demo PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint
+
+demo: $(READY)
+	$(BIN)/python train.py fit --config configs/quickstart.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Installs again only when what is to be installed has changed.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[app,dev]'
+	touch $@

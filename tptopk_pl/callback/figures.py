@@ -1,0 +1,52 @@
+"""What is logged about privacy while a run goes on, and kept for its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tptopk_pl.callback.confidential import PREFIX
+from tptopk_pl.plan import TwoPhasePlan
+
+ON_PROGRESS_BAR = ("privacy/epsilon", "privacy/phase")
+_PER_FIT = 50  # ε by PLD takes 30 to 60 ms: computed some 50 times a fit, whatever its length
+
+
+class Figures:
+    """The history of a run.
+
+    Attributes:
+        history: one dict of numbers by name for each occasion, with the ``step`` it was at.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, float]] = []
+
+    @staticmethod
+    def are_due(plan: TwoPhasePlan, step: int, log_every_n_steps: int) -> bool:
+        """Whether to log after ``step`` steps: as often as asked, but some 50 times at most."""
+        period = max(log_every_n_steps, -(-plan.num_steps // _PER_FIT))
+        return step % period == 0 or step in (1, plan.warmup_steps, plan.num_steps)
+
+    def of_privacy(self, plan: TwoPhasePlan, step: int, num_active: int) -> dict[str, float]:
+        """ε spent after ``step`` steps (PLD and RDP), the phase, and ``k``."""
+        latest = self.history[-1] if self.history else {}
+        if latest.get("step") != step or "privacy/epsilon" not in latest:
+            latest = {
+                "step": step,
+                "privacy/epsilon": plan.epsilon_at(step),
+                "privacy/epsilon_rdp": plan.epsilon_rdp_at(step),
+                "privacy/phase": float(plan.phase_at(max(step - 1, 0))),
+                "support/num_active": float(num_active),
+            }
+            self.history.append(latest)
+        return {name: value for name, value in latest.items() if name != "step"}
+
+    def keep_measured(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep what validation measured."""
+        measured = {
+            name: float(value)
+            for name, value in metrics.items()
+            if not name.startswith(("privacy/", "support/", PREFIX))
+        }
+        self.history.append({"step": step, **measured})

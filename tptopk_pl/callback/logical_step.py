@@ -1,0 +1,154 @@
+"""One logical step over its physical chunks: forward, backward, clip, sum; faults add nothing.
+
+A fault of one record (a label out of range, an image of another size) must neither end nor mark
+the run: either would reveal the record. A chunk that fails is halved, unit by unit, until the
+faulty units are alone; they contribute zero and are counted like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tptopk_pl.callback.probe import IGNORED_LABEL
+from tptopk_pl.gradients import GradientEngine
+from tptopk_pl.mechanism import GaussianMechanism
+from tptopk_pl.sampling import PoissonLoader
+
+
+def summed_loss(output: Any, num_records: int) -> Tensor:
+    """The sum of the records' losses, with its graph, from what ``training_step`` returned.
+
+    Raises:
+        MisconfigurationException: if there is no loss, or ``losses`` are not one for each record.
+    """
+    losses = output.get("losses") if isinstance(output, Mapping) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if losses is not None:
+        if losses.shape != (num_records,):
+            raise MisconfigurationException(
+                f'Expected "losses" of shape ({num_records},), one for each record, got '
+                f"{tuple(losses.shape)}."
+            )
+        return torch.as_tensor(losses.sum())
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()) * num_records
+    raise MisconfigurationException(
+        f"training_step returned {type(output).__name__} without a loss: a step that depends on "
+        "the data is not private. Return a loss for every batch."
+    )
+
+
+class LogicalStep:
+    """Runs the chunks of one Poisson batch through a module and into the mechanism.
+
+    Args:
+        loader: its current chunk is the one to run.
+        engine: attached to the module.
+        mechanism: receives the clipped sums.
+        training_step: ``(batch, batch_idx)`` to the module's output.
+        to_device: the transfer hooks.
+        exclude_ignored_labels: units with a label of -100 contribute zero (the loss is a mean over
+            the other labels, which they would weigh on).
+    """
+
+    def __init__(
+        self,
+        loader: PoissonLoader,
+        engine: GradientEngine,
+        mechanism: GaussianMechanism,
+        *,
+        training_step: Callable[[Any, int], Any],
+        to_device: Callable[[Any], Any],
+        exclude_ignored_labels: bool,
+    ) -> None:
+        self._loader, self._engine, self._mechanism = loader, engine, mechanism
+        self._training_step, self._to_device = training_step, to_device
+        self._exclude_ignored_labels = exclude_ignored_labels
+        self._unit_of_record = loader.poisson.units.unit_of_record
+
+    def run(self, batch: Any, batch_idx: int, max_grad_norm: float, device: torch.device) -> float:
+        """Run all chunks of the step, of which ``batch`` is the first, already on the device.
+
+        Returns:
+            The sum of the losses: a function of raw data.
+        """
+        self._batch_idx, self._max_grad_norm, self._device = batch_idx, max_grad_norm, device
+        self._loss = 0.0
+        self._mechanism.begin_step(self._engine.num_active, device)
+        while True:
+            chunk = self._loader.take_chunk()
+            self._add_records(batch, chunk.records)
+            if chunk.is_last:
+                return self._loss
+            batch = self._to_device(self._loader.fetch_chunk().batch)
+
+    def _add_records(self, batch: Any, records: list[int]) -> bool:
+        """Add whole units; whether any could be added.
+
+        Raises:
+            Exception: whatever the module raised, if every one of several units fails.
+        """
+        if not records:
+            return False
+        if ignored := self._with_ignored_label(batch, records):
+            units = set(self._unit_of_record[ignored])
+            return self._refetch([r for r in records if self._unit_of_record[r] not in units])
+        try:
+            self._add_units(batch, records)
+            return True
+        except (MisconfigurationException, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            halves = self._halves(records)
+            if halves and not any([self._refetch(half) for half in halves]):
+                raise
+            return bool(halves)
+
+    def _refetch(self, records: list[int]) -> bool:
+        """Read records again and add them."""
+        reader = self._loader.reader
+        batch, records = reader.collate([reader[record] for record in records])
+        return self._add_records(self._to_device(batch), records)
+
+    def _halves(self, records: list[int]) -> list[list[int]]:
+        """Two halves of whole units; nothing if there is but one unit."""
+        units = list(dict.fromkeys(self._unit_of_record[records].tolist()))
+        if len(units) == 1:
+            return []
+        first = set(units[: len(units) // 2])
+        chosen = [record for record in records if self._unit_of_record[record] in first]
+        return [chosen, [record for record in records if record not in set(chosen)]]
+
+    def _with_ignored_label(self, batch: Any, records: list[int]) -> list[int]:
+        if not self._exclude_ignored_labels:
+            return []
+        return [
+            records[place]
+            for leaf in tree_leaves(batch)
+            if isinstance(leaf, Tensor) and leaf.shape == (len(records),)
+            for place in (leaf == IGNORED_LABEL).nonzero().flatten().tolist()
+        ]
+
+    def _add_units(self, batch: Any, records: list[int]) -> None:
+        ids = torch.from_numpy(self._unit_of_record[records])
+        units, unit_of_record = ids.unique(return_inverse=True)
+        self._engine.begin(unit_of_record.to(self._device), len(units))
+        try:
+            loss = summed_loss(self._training_step(batch, self._batch_idx), len(records))
+            if loss.requires_grad:  # else no active coordinate took part
+                loss.backward()
+            if self._engine.bypassed:
+                raise MisconfigurationException(
+                    f"{', '.join(sorted(self._engine.bypassed))}: used outside their own layers' "
+                    "forward, where per-example gradients cannot be seen."
+                )
+            self._mechanism.add_chunk(self._engine, self._max_grad_norm)
+            self._loss += float(loss.detach())
+        finally:
+            self._engine.end()

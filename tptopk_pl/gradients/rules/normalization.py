@@ -1,0 +1,66 @@
+"""Normalizations within a record: y = w ⊙ x̂ + b, so the gradient of w sums g ⊙ x̂ and that of b g.
+
+x̂ is recomputed from the input in the backward pass: nothing more is kept than autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tptopk_pl.gradients.contributions import Rows
+from tptopk_pl.gradients.rules._rule import Gradients, Rule
+
+
+def _affine(g: Tensor, normalized: Callable[[], Tensor], dims: range) -> Gradients:
+    """Contributions of w and b, for ``dims`` the dimensions over which they are shared."""
+
+    def reduce(tensor: Tensor) -> Tensor:
+        # sum(dim=()) would sum over everything.
+        return (tensor.sum(tuple(dims)) if dims else tensor).flatten(1)
+
+    return {
+        "weight": lambda selection: Rows(selection.gather(reduce(g * normalized()))),
+        "bias": lambda selection: Rows(selection.gather(reduce(g))),
+    }
+
+
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, g: Tensor) -> Gradients:
+    shape = layer.normalized_shape
+    dims = range(1, x.ndim - len(shape))
+    return _affine(g, lambda: F.layer_norm(x, shape, eps=layer.eps), dims)
+
+
+def _rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Gradients:
+    shape = layer.normalized_shape
+    dims = range(1, x.ndim - len(shape))
+    return _affine(g, lambda: F.rms_norm(x, list(shape), eps=layer.eps), dims)
+
+
+def _group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
+    return _affine(g, lambda: F.group_norm(x, layer.num_groups, eps=layer.eps), range(2, x.ndim))
+
+
+def _instance_norm(layer: nn.InstanceNorm1d, x: Tensor, g: Tensor) -> Gradients:
+    return _affine(g, lambda: F.instance_norm(x, eps=layer.eps), range(2, x.ndim))
+
+
+def _with_channels(layer: nn.InstanceNorm1d) -> int:
+    return 1 + layer._get_no_batch_dim()
+
+
+def _beyond_shape(layer: nn.LayerNorm | nn.RMSNorm) -> int:
+    return 1 + len(layer.normalized_shape)
+
+
+NORMALIZATIONS = (
+    Rule(nn.LayerNorm, _beyond_shape, _layer_norm),
+    Rule(nn.RMSNorm, _beyond_shape, _rms_norm),
+    Rule(nn.GroupNorm, lambda layer: 2, _group_norm),
+    *(
+        Rule(kind, _with_channels, _instance_norm, ("forward", "_apply_instance_norm"))
+        for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    ),
+)

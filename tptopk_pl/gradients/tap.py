@@ -1,0 +1,125 @@
+"""Calling a layer that has a rule: native forward and input gradient, weight gradient by the rule.
+
+The layer runs with detached parameters under ordinary autograd, so every option, memory layout and
+autocast mode behaves as always; a :class:`Tap` behind it hands input and output gradient over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tptopk_pl.gradients.chunk import Chunk
+from tptopk_pl.gradients.precision import exact, full_precision
+from tptopk_pl.gradients.rules import Rule
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A trained parameter: attribute ``local`` of ``owner``, number ``position`` of the model's."""
+
+    owner: nn.Module
+    local: str
+    position: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter as it is now."""
+        parameter = self.owner._parameters[self.local]
+        assert parameter is not None
+        return parameter
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that the engine serves as one whole; without a rule, by the composite path."""
+
+    name: str
+    module: nn.Module
+    owned: tuple[Owned, ...]
+    rule: Rule | None
+
+
+@contextmanager
+def substituted(owned: Sequence[Owned], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let the modules compute with ``tensors`` in place of their parameters ``owned``."""
+    originals = [item.parameter for item in owned]
+    try:
+        for item, tensor in zip(owned, tensors, strict=True):
+            item.owner._parameters[item.local] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for item, original in zip(owned, originals, strict=True):
+            item.owner._parameters[item.local] = original
+
+
+class Tap(torch.autograd.Function):
+    """The identity on a layer's output; its backward delivers (input, output gradient).
+
+    ``mark_dirty`` makes the result a full tensor instead of a view, so in-place activations and
+    ``+=`` may follow. ``dummy`` is a scalar that requires a gradient: without it the output of a
+    first layer, whose input and detached weight need none, would have no backward at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        dummy: Tensor,
+        x: Tensor,
+        deliver: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
+        """Return ``out``, keeping the input ``x`` and the callback."""
+        ctx.deliver = deliver
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Deliver, and pass the gradient on unchanged."""
+        (grad,) = grads
+        (x,) = ctx.saved_tensors
+        ctx.deliver(x, grad)
+        return grad, None, None, None
+
+
+def tapped(
+    layer: Layer, chunk: Chunk, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """The output of ``layer``, whose ``forward`` is given, for the records of ``chunk``.
+
+    Raises:
+        ValueError: if the first dimension of the layer's input is not the number of records.
+    """
+    assert layer.rule is not None
+    rule, module = layer.rule, layer.module
+    with substituted(layer.owned, [item.parameter.detach() for item in layer.owned]):
+        out = forward(*args, **kwargs)
+    active = [item for item in layer.owned if chunk.is_active(item.position)]
+    if not active:
+        return out
+    x: Tensor = args[0] if args else kwargs["x" if "x" in kwargs else "input"]
+    if x.ndim < rule.min_ndim(module) or len(x) != chunk.num_records:
+        raise ValueError(
+            f"{layer.name} ({type(module).__name__}) was called on an input of shape "
+            f"{tuple(x.shape)}. Expected a first dimension of {chunk.num_records}, the number of "
+            f"records, and at least {rule.min_ndim(module)} dimensions: keep one row per record "
+            "and put other dimensions (patches, steps, crops) behind it."
+        )
+
+    def deliver(x: Tensor, grad: Tensor) -> None:
+        with full_precision(grad.device):
+            gradients = rule.gradients(module, exact(x), exact(grad))
+            for item in active:
+                contribution = gradients[item.local](chunk.selections[item.position])
+                chunk.add(item.position, contribution)
+
+    dummy = torch.zeros((), requires_grad=True)
+    tap: Tensor = Tap.apply(out, dummy, x.detach(), deliver)
+    return tap

@@ -1,0 +1,93 @@
+"""Metrics of validation and test steps, by torchmetrics.
+
+>>> metrics = StepMetrics("classification")
+>>> metrics.update({"preds": torch.eye(3), "target": torch.arange(3)})
+>>> {name: round(float(value), 3) for name, value in metrics.compute_and_reset().items()}
+{'accuracy': 1.0, 'recall': 1.0, 'auroc': 1.0}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    BinaryRecall,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassRecall,
+)
+
+from tptopk_pl._validate import one_of
+
+
+def classification(preds: Tensor) -> MetricCollection:
+    """Accuracy, recall and AUC for predictions like ``preds``.
+
+    Args:
+        preds: ``[n, c]`` scores of c classes (recall and AUC are means over classes), or ``[n]``
+            scores of the positive class (recall at threshold 0.5).
+    """
+    if preds.ndim == 1:
+        return MetricCollection(
+            {"accuracy": BinaryAccuracy(), "recall": BinaryRecall(), "auroc": BinaryAUROC()},
+            compute_groups=False,
+        )
+    classes = preds.shape[1]
+    return MetricCollection(
+        {
+            "accuracy": MulticlassAccuracy(classes, average="micro"),
+            "recall": MulticlassRecall(classes, average="macro"),
+            "auroc": MulticlassAUROC(classes, average="macro"),
+        },
+        compute_groups=False,
+    )
+
+
+FACTORIES: dict[str, Callable[[Tensor], MetricCollection]] = {"classification": classification}
+
+
+class StepMetrics:
+    """A collection fed from step outputs ``{"preds", "target"}``.
+
+    Args:
+        metrics: a collection, or the name of a factory that makes one for the first predictions.
+
+    Raises:
+        ValueError: if the name is unknown.
+    """
+
+    def __init__(self, metrics: MetricCollection | str) -> None:
+        if isinstance(metrics, str):
+            one_of("metrics", metrics, FACTORIES)
+        self._metrics = metrics
+
+    @torch.no_grad()
+    def update(self, outputs: Any) -> None:
+        """Update from one step's output.
+
+        Raises:
+            ValueError: if the output has no ``preds`` and ``target``.
+        """
+        if not isinstance(outputs, Mapping) or not {"preds", "target"} <= outputs.keys():
+            raise ValueError(
+                'metrics needs validation_step and test_step to return {"preds": ..., "target": '
+                f"...}}, got {type(outputs).__name__}: return them, or leave metrics out."
+            )
+        preds = outputs["preds"].detach()
+        if isinstance(self._metrics, str):
+            self._metrics = FACTORIES[self._metrics](preds)
+        self._metrics.to(preds.device).update(preds, outputs["target"])
+
+    def compute_and_reset(self) -> dict[str, Tensor]:
+        """The values so far, by name; none if nothing was seen."""
+        if isinstance(self._metrics, str):
+            return {}
+        values: dict[str, Tensor] = self._metrics.compute()
+        self._metrics.reset()
+        return values

@@ -1,0 +1,179 @@
+"""What a run leaves behind: a summary in JSON and a picture of ε and accuracy over steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from tptopk_pl.plan import TwoPhasePlan
+from tptopk_pl.support import Support
+
+STATEMENT = (
+    "The guarantee protects the privacy units of the training set, under add/remove of one unit. "
+    "Validation and test data have none. q, N, and the schedule are public."
+)
+_VERSIONS = ("torch", "lightning", "opacus", "dp-accounting")
+
+
+class Run(Protocol):
+    """What is asked of the callback."""
+
+    plan: TwoPhasePlan | None
+    support: Support | None
+    history: list[dict[str, float]]
+    settings: Any
+
+    @property
+    def epsilon(self) -> float: ...  # noqa: D102
+    @property
+    def step(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A finished run in plain types.
+
+    Attributes:
+        guarantee: what is protected, in words; says so if the run is not private.
+        epsilon, epsilon_rdp, delta: spent, by PLD and by RDP.
+        steps: logical steps run.
+        plan: the plan's fields, without its ε targets being repeated.
+        settings: what the user asked for, less what the plan holds.
+        support: number of coordinates, active ones, and each parameter's active share.
+        metrics: last value of each validation and test metric.
+        history: figures by step.
+        versions: of the packages that the guarantee leans on.
+    """
+
+    guarantee: str
+    epsilon: float
+    epsilon_rdp: float
+    delta: float
+    steps: int
+    plan: dict[str, Any]
+    settings: dict[str, Any]
+    support: dict[str, Any] | None
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    versions: dict[str, str]
+
+    @classmethod
+    def from_run(cls, callback: Run, trainer: Any) -> RunSummary:
+        """Summarize what a callback and its Trainer hold after a fit.
+
+        Raises:
+            ValueError: if no fit has begun.
+        """
+        plan = callback.plan
+        if plan is None:
+            raise ValueError("Expected a callback whose fit has begun: its plan is None.")
+        return cls(
+            guarantee=_guarantee(callback, plan),
+            epsilon=callback.epsilon,
+            epsilon_rdp=plan.epsilon_rdp_at(callback.step),
+            delta=plan.target_delta,
+            steps=callback.step,
+            plan=plan.to_dict(),
+            settings=asdict(callback.settings),
+            support=_describe(callback.support),
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            history=callback.history,
+            versions={name: version(name) for name in _VERSIONS},
+        )
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``summary.json`` and ``run.png`` into a folder, which is made if need be."""
+        folder.mkdir(parents=True, exist_ok=True)
+        summary, picture = folder / "summary.json", folder / "run.png"
+        summary.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
+        self.plot(picture)
+        return [summary, picture]
+
+    def plot(self, path: Path) -> None:
+        """Draw ε and validation accuracy over steps, with the switch marked (needs matplotlib)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        spent, measured = figure.subplots(1, 2)
+        self._plot_epsilon(spent)
+        self._plot_metric(measured)
+        switch = self.plan["warmup_steps"]
+        for axes in (spent, measured):
+            axes.set_xlabel("step")
+            axes.set_xlim(0, self.plan["num_steps"])
+            axes.grid(alpha=0.3)
+            if 0 < switch <= self.steps:
+                axes.axvline(switch, color="0.4", linestyle="--", label=f"switch, step {switch}")
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(loc="lower right", fontsize="small")
+        figure.suptitle(self._title(), fontsize="medium")
+        figure.savefig(path, dpi=120)
+
+    def _title(self) -> str:
+        if math.isinf(self.epsilon):
+            return f"{self.plan['method']}: NOT private"
+        active = "" if self.support is None else f", {self.support['num_active']:,} coordinates"
+        seeded = "" if self.settings["seed"] is None else " (seeded: NOT private)"
+        return f"{self.plan['method']}: ε = {self.epsilon:.3g}, δ = {self.delta:g}{active}{seeded}"
+
+    def _plot_epsilon(self, axes: Any) -> None:
+        rows = [row for row in self.history if "privacy/epsilon" in row]
+        for name, label in (("privacy/epsilon", "PLD"), ("privacy/epsilon_rdp", "RDP")):
+            points = [(row["step"], row[name]) for row in rows if math.isfinite(row[name])]
+            if points:
+                axes.plot(*zip((0, 0.0), *points, strict=True), label=f"ε ({label})")
+        target = self.plan["target_epsilon"]
+        if target is not None:
+            axes.axhline(target, color="tab:red", linewidth=1, label=f"target {target:g}")
+        if math.isinf(self.epsilon):
+            axes.text(0.5, 0.5, "ε = ∞", transform=axes.transAxes, ha="center")
+        axes.set_ylabel("ε spent")
+        axes.set_ylim(bottom=0)
+
+    def _plot_metric(self, axes: Any) -> None:
+        names = sorted({n for row in self.history for n in row if n.startswith("val")})
+        names = [n for n in names if "acc" in n.lower()] or names
+        if not names:
+            axes.text(0.5, 0.5, "no validation metric", transform=axes.transAxes, ha="center")
+            return
+        rows = [row for row in self.history if names[0] in row]
+        steps, values = [r["step"] for r in rows], [r[names[0]] for r in rows]
+        axes.plot(steps, values, marker=".", label=f"{names[0]}, last {values[-1]:.4g}")
+        axes.set_ylabel(names[0])
+
+
+def _guarantee(callback: Run, plan: TwoPhasePlan) -> str:
+    if math.isinf(plan.epsilon):
+        return "NOT private: no noise was added."
+    if callback.settings.seed is not None:
+        return "NOT private: the noise came from a known seed. With secret noise: " + STATEMENT
+    return STATEMENT
+
+
+def _describe(support: Support | None) -> dict[str, Any] | None:
+    if support is None:
+        return None
+    shares = [
+        len(local) / max(size, 1)
+        for local, size in zip(support.split(), support.sizes, strict=True)
+    ]
+    return {
+        "num_total": support.num_total,
+        "num_active": support.num_active,
+        "active_share_by_parameter": shares,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: spell it."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

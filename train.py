@@ -1,0 +1,133 @@
+"""Fit, validate, test or predict from YAML files, privately unless a file says otherwise.
+
+    python train.py fit --config configs/quickstart.yaml
+    python train.py fit --config configs/quickstart.yaml --config configs/dp_sgd.yaml
+    python train.py fit --config configs/quickstart.yaml --privacy.target_epsilon 1
+    python train.py test --config runs/version_0/config.yaml --ckpt_path LAST.ckpt
+
+A later file or option overrides an earlier one. Every run keeps its config.yaml, TensorBoard log,
+checkpoints, summary.json and run.png in one folder under ./runs. If a checkpoint holds
+hyperparameters of its model (`save_hyperparameters`), `--ckpt_path` makes these win over the files.
+"""
+
+import re
+import sys
+import warnings
+from argparse import ArgumentError
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from tptopk_pl import TwoPhaseSupportCallback
+from tptopk_pl.report import RunSummary
+
+CHECKOUT = Path(__file__).resolve().parent
+RUNS = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": None}}
+
+
+class TrainCLI(LightningCLI):
+    """LightningCLI with the privacy callback as group `privacy` of every subcommand.
+
+    Outside fit the callback is idle; it is accepted there so that one file serves all.
+    """
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the group `privacy`."""
+        parser.add_lightning_class_args(TwoPhaseSupportCallback, "privacy")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the command line, configuration files also named relative to the checkout."""
+        self.config = parser.parse_args(_locate_configs(sys.argv[1:]))
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train. Once a step was taken, an error is no longer one of the configuration."""
+        try:
+            self.trainer.fit(**kwargs)
+        except (ValueError, MisconfigurationException) as error:
+            if self.trainer.global_step == 0:
+                raise
+            raise RuntimeError(f"Training failed after step {self.trainer.global_step}.") from error
+
+    def after_fit(self) -> None:
+        """Write the run's summary, say what it cost, then read the test set once."""
+        folder = self._run_folder()
+        callback = self._get(self.config_init, "privacy")
+        summary = RunSummary.from_run(callback, self.trainer)
+        if folder is not None and self.trainer.is_global_zero:
+            files = summary.write(folder)
+            print(f"ε = {callback.epsilon:.4g}. Written:", *files, sep="\n  ")
+        source = self.datamodule or self.model
+        if is_overridden("test_step", self.model) and is_overridden("test_dataloader", source):
+            results = self.trainer.test(self.model, datamodule=self.datamodule)
+            if folder is not None and self.trainer.is_global_zero:
+                measured = {name: value for result in results for name, value in result.items()}
+                replace(summary, metrics=summary.metrics | measured).write(folder)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Keep what `predict_step` returns, a list with an entry per batch, as predictions.pt."""
+        if self.trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"Expected one device to predict, got {self.trainer.world_size}: "
+                "each would see a part of the data. Set trainer.devices to 1."
+            )
+        outputs, folder = self.trainer.predict(**kwargs), self._run_folder()
+        if folder is not None:
+            torch.save(outputs, folder / "predictions.pt")
+            print(f"Written: {folder / 'predictions.pt'}")
+
+    def _run_folder(self) -> Path | None:
+        """Where this run keeps its files; None under fast_dev_run, which keeps none."""
+        if self.trainer.fast_dev_run:
+            return None
+        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+
+
+def _locate_configs(args: list[str]) -> list[str]:
+    """Read a configuration that the current directory lacks from the checkout, if it is there."""
+    located = []
+    for before, arg in zip(["", *args], args, strict=False):
+        option, equals, path = arg.rpartition("=") if arg.startswith("--config=") else ("", "", arg)
+        is_config = equals or before in ("--config", "-c")
+        if is_config and not Path(path).exists() and (CHECKOUT / path).exists():
+            path = str(CHECKOUT / path)
+        located.append(option + equals + path)
+    return located
+
+
+# What jsonargparse wraps around the one line that helps.
+_WRAPPING = re.compile(
+    r"- Expected a path but .* not accessible or invalid|- Expected a <class 'NoneType'>|Errors:"
+    r"|Does not validate against any of the Union subtypes|Subtypes: .*|Given value type: .*"
+    r"|Given value: (NestedArg|Namespace)\(.*"
+)
+
+
+def _one_line(error: Exception) -> str:
+    lines = (line.strip() for line in str(error).splitlines())
+    kept = (line.removeprefix("- ") for line in lines if line and not _WRAPPING.fullmatch(line))
+    return re.sub(r"<class '([\w.]+)'>", r"\1", " ".join(kept))
+
+
+def main() -> int:
+    """Run the command line; a bad configuration is one line on stderr and exit code 2."""
+    # Lightning 2.6.6 on torch 2.14: its own affair, and nothing the user can do.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+    try:
+        TrainCLI(
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"logger": RUNS},
+            parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
+        )
+    except (ArgumentError, ValueError, MisconfigurationException, FileNotFoundError) as error:
+        print(f"train.py: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
