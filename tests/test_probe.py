@@ -137,6 +137,13 @@ def test_a_step_without_loss_is_refused() -> None:
         fit(Loss(lambda z, y: {"loss": z.mean(), "losses": z}))
 
 
+def test_a_step_that_fails_on_one_example_is_refused() -> None:
+    """Otherwise the unit of every such chunk would silently be left out."""
+    squeezed = Loss(lambda z, y: F.cross_entropy(z.squeeze(), y))
+    with pytest.raises(MisconfigurationException, match="batch of one example"):
+        fit(squeezed)
+
+
 def test_the_probe_leaves_no_trace() -> None:
     """Generators, metrics, counters, lists, gradients and train modes are as before."""
 

@@ -81,6 +81,12 @@ def test_several_units_that_all_fail_raise() -> None:
         collate(reader(broken), [5, 6])
 
 
+def test_several_units_that_are_all_unlike_the_first_records_raise() -> None:
+    broken = {index: (torch.zeros(index), index) for index in (17, 18)}
+    with pytest.raises(RuntimeError, match="equal size"):
+        collate(reader(broken), [17, 18])
+
+
 def test_all_records_of_one_unit_may_fail() -> None:
     """A unit whose every record is corrupt must not end the run."""
     broken = {index: OSError("no file") for index in (5, 6)}

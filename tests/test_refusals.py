@@ -101,6 +101,9 @@ def test_running_statistics_are_refused() -> None:
     module = Plain()
     module.network[1] = Running()
     assert "Buffer network.1.mean" in refusal(module)
+    module = Plain()
+    module.accuracy.persistent(True)
+    assert "accuracy (BinaryAccuracy)" in refusal(module)
 
 
 class Scale(nn.Module):

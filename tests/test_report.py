@@ -194,6 +194,7 @@ def test_picture_of_infinite_epsilon_says_so() -> None:
     """Its axes would be empty otherwise."""
     spent, _ = drawn(RunSummary.from_run(finished(NON_PRIVATE), TRAINER)).axes
     assert [text.get_text() for text in spent.texts] == ["ε = ∞"]
+    assert not spent.lines
 
 
 def test_a_switch_that_was_not_reached_is_not_marked() -> None:

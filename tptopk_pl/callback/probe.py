@@ -100,8 +100,7 @@ class Probe:
         if not self._close(company, self._gradients(self._records(), seed=1)):
             self._module.eval()  # random layers draw anew when the batch size changes
             company = self._gradients(self._records())
-        if not self._close(company[0], self._gradients(self._records()[:1])[0]):
-            result.refusals.append(_coupled("changes with the number of examples in the batch"))
+        result.refusals += self._changed_by_size(company[0])
         result.refusals += self._bypassed(company.sum(0))
         if not result.refusals:
             self._try_ignored_labels(company, result)
@@ -138,6 +137,18 @@ class Probe:
     def _close(self, a: Tensor, b: Tensor, rounding: float = 1e-12) -> bool:
         scale = max(float(a.abs().max()), float(b.abs().max()))
         return float((a - b).abs().max()) <= self._tolerance * scale + rounding
+
+    def _changed_by_size(self, in_company: Tensor) -> list[str]:
+        try:
+            alone = self._gradients(self._records()[:1])[0]
+        except Exception as error:
+            return [
+                "training_step fails on a batch of one example, which Poisson sampling draws: "
+                f"{type(error).__name__}: {error}"
+            ]
+        if self._close(in_company, alone):
+            return []
+        return [_coupled("changes with the number of examples in the batch")]
 
     def _changed_buffers(self, before: dict[str, Tensor]) -> list[str]:
         return [

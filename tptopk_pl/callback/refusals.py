@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CALLBACKS: dict[type[Callback], str] = {
@@ -108,6 +109,11 @@ def of_layers(module: nn.Module) -> list[str]:
             found.append(
                 f"{name} ({kind}) mixes the examples of a batch: convert the network with "
                 "opacus.validators.ModuleValidator.fix(network), which puts GroupNorm there."
+            )
+        if isinstance(layer, Metric) and any(layer._persistent.values()):
+            found.append(
+                f"{name} ({kind}) would carry sums over raw data into checkpoints: leave its states "
+                "non-persistent."
             )
         if hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
             found.append(f"{name or 'The module'} is compiled: pass the plain module.")

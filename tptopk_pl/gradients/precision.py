@@ -22,15 +22,35 @@ def exact(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast and no reduced float32 products on ``device``; restored after.
+    """No gradients, no autocast and no reduced float32 products on ``device``; restored after."""
+    with _full_products(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
-    The engine multiplies by matrix products alone, so the two matrix backends are all it sets.
-    """
-    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = cuda.fp32_precision, mkldnn.fp32_precision
-    cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
+
+@contextmanager
+def _full_products() -> Iterator[None]:
+    """The engine multiplies by matrix products alone, so the two matrix backends are all it sets."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
     finally:
-        cuda.fp32_precision, mkldnn.fp32_precision = before
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+@contextmanager
+def _full_products_legacy() -> Iterator[None]:
+    """The same before torch 2.9, where one setting governs both backends."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    _full_products = _full_products_legacy
