@@ -15,7 +15,8 @@ from torch import nn
 
 from toys import NUM_RECORDS, Plain, Saver, flat, loader, private, records, trainer
 from tptopk_pl import rng
-from tptopk_pl.sampling import PoissonSampler, PrivacyUnits
+from tptopk_pl.sampling import PoissonSampler
+from tptopk_pl.units import PrivacyUnits
 
 STEPS = 30
 
@@ -322,7 +323,8 @@ def test_plan_counts_steps_of_the_trainer() -> None:
         ({"max_epochs": 3}, 30),
         ({"max_epochs": 3, "max_steps": 7}, 7),
         ({"max_epochs": 2, "limit_train_batches": 4}, 8),
-        ({"max_epochs": 2, "limit_train_batches": 0.5}, 10),
+        ({"max_epochs": 2, "limit_train_batches": 5}, 10),
+        ({"max_epochs": 4, "limit_train_batches": 0.5}, 20),
         ({"fast_dev_run": True}, 1),
     ]:
         callback = private(method="dp_sgd", expected_batch_size=13)
@@ -331,6 +333,8 @@ def test_plan_counts_steps_of_the_trainer() -> None:
         assert callback.plan is not None
         assert callback.plan.num_steps == steps == fitted.global_step
         assert callback.plan.sampling_rate == 13 / NUM_RECORDS
+        epochs = kwargs.get("max_epochs", 1)
+        assert fitted.num_training_batches == (10 if "max_steps" in kwargs else steps // epochs)
 
 
 def test_a_checkpoint_loads_in_the_plain_module(tmp_path: Any) -> None:

@@ -298,8 +298,11 @@ def test_user_precision_is_overridden_and_restored(monkeypatch: pytest.MonkeyPat
     original = torch.Tensor.__matmul__
 
     def spy(a: Tensor, b: Tensor) -> Tensor:
-        seen.append(torch.backends.cuda.matmul.fp32_precision)
-        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
+            seen.append(torch.backends.cuda.matmul.fp32_precision)
+            seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        else:
+            seen.append(torch.get_float32_matmul_precision())
         assert not torch.is_autocast_enabled("cpu")
         return original(a, b)
 
@@ -311,7 +314,7 @@ def test_user_precision_is_overridden_and_restored(monkeypatch: pytest.MonkeyPat
             model(batch(3, 4)).float().sum().backward()
             monkeypatch.setattr(torch.Tensor, "__matmul__", spy)
             engine.weighted_sum(1 / engine.norms())
-        assert seen and set(seen) == {"ieee"}
+        assert set(seen) in ({"ieee"}, {"highest"})
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")

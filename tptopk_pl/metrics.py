@@ -3,7 +3,7 @@
 >>> metrics = StepMetrics("classification")
 >>> metrics.update({"preds": torch.eye(3), "target": torch.arange(3)})
 >>> {name: round(float(value), 3) for name, value in metrics.compute_and_reset().items()}
-{'accuracy': 1.0, 'recall': 1.0, 'auroc': 1.0}
+{'accuracy': 1.0, 'auroc': 1.0, 'recall': 1.0}
 """
 
 from __future__ import annotations

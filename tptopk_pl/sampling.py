@@ -8,152 +8,22 @@ key and the step, so every rank makes the same one and takes a disjoint share of
 A draw may be empty, or too large for one forward pass: it is handed out in *physical chunks* of
 whole units, at least one per step. Units are never cut: a unit clipped in two chunks would count
 twice.
-
->>> units = PrivacyUnits(["ann", "bob", "ann", "cid"])
->>> units.num_units, units.records(0).tolist()
-(3, [0, 2])
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tptopk_pl.records import RecordReader
 from tptopk_pl.rng import Stream
-
-IntArray = NDArray[np.int64]
-
-
-class PrivacyUnits:
-    """Which records belong to which privacy unit.
-
-    Args:
-        unit_ids: one hashable id for each record, in data set order.
-        max_records_per_unit: keep only the first that many records of each unit. The rule looks at
-            the unit alone, so one unit's presence never changes another's records.
-
-    Raises:
-        ValueError: if an id is NaN or not hashable.
-    """
-
-    def __init__(
-        self,
-        unit_ids: Sequence[Any] | NDArray[Any],
-        *,
-        max_records_per_unit: int | None = None,
-    ) -> None:
-        self.unit_of_record: IntArray = _numbered(unit_ids)
-        self._by_unit: IntArray = np.argsort(self.unit_of_record, kind="stable")
-        counts = np.bincount(self.unit_of_record)
-        self._starts: IntArray = np.concatenate(([0], np.cumsum(counts)))
-        self._cap = max_records_per_unit
-
-    @classmethod
-    def one_per_record(cls, num_records: int) -> PrivacyUnits:
-        """Each record is a unit of its own."""
-        return cls(range(num_records))
-
-    @property
-    def num_units(self) -> int:
-        """``N``."""
-        return len(self._starts) - 1
-
-    @property
-    def largest(self) -> int:
-        """Most records of one unit, after the cap."""
-        largest = int(np.diff(self._starts).max())
-        return largest if self._cap is None else min(largest, self._cap)
-
-    def records(self, unit: int) -> IntArray:
-        """Data set indices of one unit's records, int64."""
-        records = self._by_unit[self._starts[unit] : self._starts[unit + 1]]
-        return records if self._cap is None else records[: self._cap]
-
-
-def _numbered(unit_ids: Sequence[Any] | NDArray[Any]) -> IntArray:
-    """The units' numbers from 0, int64 ``[n]``; records share one if their ids are equal."""
-    if isinstance(unit_ids, range):
-        return np.arange(len(unit_ids))
-    if isinstance(unit_ids, np.ndarray):
-        if unit_ids.ndim == 1 and unit_ids.dtype.kind in "iuSU":
-            return np.unique(unit_ids, return_inverse=True)[1].astype(np.int64)
-        unit_ids = unit_ids.tolist()
-    numbers: dict[Any, int] = {}
-    try:
-        found = [numbers.setdefault(uid, len(numbers)) for uid in unit_ids]
-    except TypeError as error:
-        raise ValueError(f"Expected privacy_units that are hashable: {error}.") from error
-    if any(uid != uid for uid in numbers):
-        raise ValueError("Expected privacy_units with an id for every record, got NaN.")
-    return np.array(found, dtype=np.int64)
-
-
-def unit_ids(dataset: Dataset[Any]) -> Sequence[Any] | NDArray[Any] | None:
-    """The ids that a data set names in ``privacy_units``, also through Subset and ConcatDataset.
-
-    Returns:
-        One id for each record, or None if no data set inside names units.
-
-    Raises:
-        ValueError: if a wrapper of unknown kind hides a data set that names units, or if only some
-            parts of a ConcatDataset name them: records would silently be units of their own.
-    """
-    named = getattr(dataset, "privacy_units", None)
-    if named is not None:
-        if len(named) != len(dataset):  # type: ignore[arg-type]
-            raise ValueError(
-                f"Expected privacy_units with one id for each of the {len(dataset)} records, "  # type: ignore[arg-type]
-                f"got {len(named)}."
-            )
-        # Items of a tensor compare by identity, those of a table are found by its own index.
-        return np.asarray(named) if isinstance(named, Tensor | np.ndarray) else list(named)
-    if isinstance(dataset, Subset):
-        inner = unit_ids(dataset.dataset)
-        return None if inner is None else [inner[i] for i in dataset.indices]
-    if isinstance(dataset, ConcatDataset):
-        parts = [unit_ids(part) for part in dataset.datasets]
-        if any(part is None for part in parts) and any(part is not None for part in parts):
-            raise ValueError("Only some parts of the ConcatDataset have privacy_units: name all.")
-        return None if parts[0] is None else [uid for part in parts for uid in part or ()]
-    if _hides_units(dataset):
-        raise ValueError(
-            f"{type(dataset).__name__} wraps a data set with privacy_units but has none itself: "
-            "give it an attribute privacy_units, one id for each record."
-        )
-    return None
-
-
-def _hides_units(dataset: Dataset[Any]) -> bool:
-    """Whether a data set that names units is held in an attribute, at whatever depth."""
-    seen: set[int] = set()
-    found = [dataset]
-    while found:
-        holder = found.pop()
-        if getattr(holder, "privacy_units", None) is not None:
-            return True
-        seen.add(id(holder))
-        for value in getattr(holder, "__dict__", {}).values():
-            items = value.values() if isinstance(value, dict) else value
-            parts = items if isinstance(value, dict | list | tuple) else [value]
-            found += [p for p in parts if isinstance(p, Dataset) and id(p) not in seen]
-    return False
+from tptopk_pl.units import PrivacyUnits
 
 
 class PoissonSampler:
@@ -308,6 +178,7 @@ def loader_refusals(loader: Any, world_size: int = 1) -> list[str]:
         return [f"Expected one torch DataLoader for training, got {type(loader).__name__}."]
     if isinstance(loader.dataset, IterableDataset):
         return ["An IterableDataset cannot be sampled by units: use a map-style data set."]
+    dataset: Any = loader.dataset
     found = []
     if type(loader).__iter__ is not DataLoader.__iter__:
         found.append(
@@ -327,6 +198,11 @@ def loader_refusals(loader: Any, world_size: int = 1) -> list[str]:
         found.append(
             f"{type(sampler).__name__} samples at a rate that the accounting does not know: remove "
             "it from the training DataLoader."
+        )
+    elif len(getattr(sampler, "data_source", dataset)) != len(dataset):
+        found.append(
+            f"{type(sampler).__name__} draws from other data than the loader's data set: give both "
+            "the same."
         )
     elif isinstance(sampler, RandomSampler) and sampler.replacement:
         found.append("RandomSampler(replacement=True) would be dropped: remove it.")

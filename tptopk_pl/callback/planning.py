@@ -12,13 +12,8 @@ from tptopk_pl import rng
 from tptopk_pl.callback import refusals
 from tptopk_pl.callback.settings import Settings
 from tptopk_pl.plan import TwoPhasePlan
-from tptopk_pl.sampling import (
-    PoissonLoader,
-    PoissonSampler,
-    PrivacyUnits,
-    loader_refusals,
-    unit_ids,
-)
+from tptopk_pl.sampling import PoissonLoader, PoissonSampler, loader_refusals
+from tptopk_pl.units import PrivacyUnits, unit_ids
 
 _NO_LAST_STEP = 2**62
 

@@ -112,8 +112,8 @@ def of_layers(module: nn.Module) -> list[str]:
             )
         if isinstance(layer, Metric) and any(layer._persistent.values()):
             found.append(
-                f"{name} ({kind}) would carry sums over raw data into checkpoints: leave its states "
-                "non-persistent."
+                f"{name} ({kind}) would carry sums over raw data into checkpoints: leave its "
+                "states non-persistent."
             )
         if hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
             found.append(f"{name or 'The module'} is compiled: pass the plain module.")

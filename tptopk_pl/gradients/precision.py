@@ -29,7 +29,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _full_products() -> Iterator[None]:
-    """The engine multiplies by matrix products alone, so the two matrix backends are all it sets."""
+    """The engine multiplies by matrix products alone: the two matrix backends are all it sets."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
