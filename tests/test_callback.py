@@ -163,6 +163,19 @@ def test_support_is_the_top_of_the_papers_score_of_released_gradients() -> None:
     assert len(set(callback.support.indices.tolist()) & set(expected.tolist())) >= k - 2
 
 
+def test_scores_subtract_the_noise_variance_of_the_expected_batch_size(tmp_path: Any) -> None:
+    """(sigma C / B)^2 a step, whatever the realised batch or its physical chunks."""
+    spy = Spy()
+    callback = private(noise_multiplier=0.7, max_grad_norm=0.5, physical_batch_size=3)
+    trainer(callback, spy, Saver(tmp_path, 5), max_steps=20).fit(Plain(), loader())
+    state = torch.load(tmp_path / "step=5.ckpt", weights_only=True)["callbacks"]
+    warmup = state["TwoPhaseSupportCallback"]["phases"]["warmup"]
+    released = torch.stack(spy.gradients[:5])
+    expected = (released**2 - (0.7 * 0.5 / 12) ** 2).sum(0)
+    assert warmup["num_steps"] == 5
+    torch.testing.assert_close(warmup["energy"].sum(0), expected, rtol=1e-4, atol=1e-7)
+
+
 def test_phase_switches_after_the_last_warmup_step_only() -> None:
     """Never between the physical chunks of a logical batch."""
     spy = Spy()

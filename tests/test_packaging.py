@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import ClassificationModule
+from tptopk_pl import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -64,3 +65,11 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
         names = {"model": ClassificationModule(torch.nn.Linear(4, 2)), "datamodule": TinyData()}
         exec(compile(block, "README.md", "exec"), names)
         assert 0 < names["callback"].epsilon <= 3
+
+
+def test_the_tptopk_commands_of_the_readme_run(capsys):
+    commands = re.findall(r"^tptopk (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"plan", "epsilon"}
+    for command in commands:
+        assert cli.main(command.split()) == 0
+        assert "ε (PLD, add/remove)" in capsys.readouterr().out

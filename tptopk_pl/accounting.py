@@ -133,9 +133,10 @@ def calibrate(
 
     # A coarse grid overstates ε by up to some percent, but finds σ and the slope at little cost.
     coarse = lru_cache(partial(excess, coarsening=8))
-    log_sigma = float(brentq(coarse, *_bracket(coarse, target_epsilon, target_delta), xtol=1e-3))
+    log_sigma = float(brentq(coarse, *_bracket(coarse, target_epsilon, target_delta), xtol=1e-2))
     slope = (coarse(log_sigma + 0.05) - coarse(log_sigma)) / 0.05
     exceeded, met = -math.inf, math.inf  # between these lies the smallest log σ
+    last: tuple[float, float] | None = None
     while met - exceeded > 3e-4:
         over = excess(log_sigma, coarsening=1)
         if over > 0:
@@ -144,9 +145,12 @@ def calibrate(
             met = log_sigma
             if over >= -1e-3:
                 break
-        # Newton's step, to just inside the accepted band. It may leave the bracket where ε jumps
+        if last is not None:  # the coarse slope served for one step only
+            slope = (over - last[1]) / (log_sigma - last[0]) or slope
+        last = log_sigma, over
+        # A secant step, to the middle of the accepted band. It may leave the bracket where ε jumps
         # over the band, at a change of grid: then bisect.
-        log_sigma -= (over + 2e-4) / slope
+        log_sigma -= (over + 5e-4) / slope
         if not exceeded < log_sigma < met:
             log_sigma = (exceeded + met) / 2
     return math.exp(met)
