@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from toys import NUM_RECORDS, Plain, Saver, flat, loader, private, records, trainer
 from tptopk_pl import rng
@@ -282,7 +283,8 @@ def test_a_faulty_record_contributes_zero(fault: dict[str, Any]) -> None:
 
     def fit(data: Any, skip: int | None = None) -> torch.Tensor:
         module = Plain()
-        callback = private(noise_multiplier=0.0, max_grad_norm=0.1, active_ratio=1.0, seed=2)
+        # Seldom clipped: a clip would hide that a fault weighs on the others.
+        callback = private(noise_multiplier=0.0, max_grad_norm=50.0, active_ratio=1.0, seed=2)
         fitted = trainer(callback, max_epochs=1)
         if skip is not None:
             original = PoissonSampler.draw
@@ -392,10 +394,11 @@ def test_every_process_draws_fresh_keys(tmp_path: Any) -> None:
         )
     assert len(spies[1].gradients) == 15
     assert not torch.allclose(spies[0].gradients[5], spies[1].gradients[0])
-    stored = path.read_bytes()
-    for callback in callbacks:
-        assert callback._noise_key not in stored  # type: ignore[operator]
-        assert callback._sampling_key not in stored
+    state = torch.load(path, weights_only=True)["callbacks"]["TwoPhaseSupportCallback"]
+    assert set(state) == {"plan", "step", "phases", "history"}
+    assert set(state["phases"]) == {"support", "warmup", "lr_factor"}
+    numbers = (int, float, str, type(None), torch.Tensor)
+    assert all(isinstance(leaf, numbers) for leaf in tree_leaves(state))
     # Global seeds do not reach the noise either.
     torch.manual_seed(0)
     spies = Spy(), Spy()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk_pl.gradients import GradientEngine
-from tptopk_pl.records import synthetic_record
+from tptopk_pl.synthetic import synthetic_record
 
 _COMPANY = 4  # records in a synthetic batch
 _TOLERANCE = 1e-3  # relative; rounding is 1e-6, coupling is of the order of 1
