@@ -60,7 +60,8 @@ class TrainCLI(LightningCLI):
         summary = RunSummary.from_run(callback, self.trainer)
         if folder is not None and self.trainer.is_global_zero:
             files = summary.write(folder)
-            print(f"ε = {callback.epsilon:.4g}. Written:", *files, sep="\n  ")
+            print(f"ε = {summary.epsilon:.4g} for the plan,", end=" ")
+            print(f"{summary.epsilon_spent:.4g} spent. Written:", *files, sep="\n  ")
         source = self.datamodule or self.model
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", source):
             results = self.trainer.test(self.model, datamodule=self.datamodule)

@@ -395,7 +395,7 @@ def test_every_process_draws_fresh_keys(tmp_path: Any) -> None:
     assert len(spies[1].gradients) == 15
     assert not torch.allclose(spies[0].gradients[5], spies[1].gradients[0])
     state = torch.load(path, weights_only=True)["callbacks"]["TwoPhaseSupportCallback"]
-    assert set(state) == {"plan", "step", "phases", "history"}
+    assert set(state) == {"plan", "step", "seeded", "phases", "history"}
     assert set(state["phases"]) == {"support", "warmup", "lr_factor"}
     numbers = (int, float, str, type(None), torch.Tensor)
     assert all(isinstance(leaf, numbers) for leaf in tree_leaves(state))
@@ -480,6 +480,120 @@ def test_an_interrupted_step_is_discarded() -> None:
     bound = torch.stack(spy.gradients).norm(dim=1) * 12
     assert len(bound) == callback.step
     assert (bound <= 40).all()
+
+
+def test_a_seeded_checkpoint_cannot_become_private(tmp_path: Any) -> None:
+    """Its steps had noise that anyone can subtract."""
+    trainer(private(seed=1), Saver(tmp_path, 5)).fit(Plain(), loader())
+    with pytest.raises(MisconfigurationException, match="noise of a known seed"):
+        trainer(private()).fit(
+            Plain(), loader(), ckpt_path=tmp_path / "step=5.ckpt", weights_only=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"seed": 1}, True), ({"noise_multiplier": 0.0}, True), ({}, False)]
+)
+def test_a_run_that_is_not_private_says_so(
+    options: dict[str, Any], said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its start, as a warning of the log."""
+    trainer(private(**options), max_steps=2).fit(Plain(), loader())
+    assert any("NOT private" in record.message for record in caplog.records) is said
+
+
+def test_a_callback_that_resumed_once_does_not_trust_the_next_checkpoint(tmp_path: Any) -> None:
+    """Each checkpoint must account for its own steps."""
+    trainer(private(), Saver(tmp_path / "private", 5)).fit(Plain(), loader())
+    trainer(Saver(tmp_path / "plain", 15)).fit(Plain(), loader())
+    callback = private()
+    for name in ("private/step=5.ckpt", "plain/step=15.ckpt"):
+        fitted = trainer(callback)
+        if "plain" in name:
+            with pytest.raises(MisconfigurationException, match="no state of"):
+                fitted.fit(Plain(), loader(), ckpt_path=tmp_path / name, weights_only=True)
+        else:
+            fitted.fit(Plain(), loader(), ckpt_path=tmp_path / name, weights_only=True)
+
+
+def test_raw_gradients_of_untrained_parameters_are_dropped() -> None:
+    """A parameter that the optimizer does not hold, whatever zero_grad does."""
+
+    class Partial(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.network[4].parameters(), lr=0.1)
+
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            pass
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            assert pl_module.network[0].weight.grad is None
+            assert pl_module.network[4].weight.grad is not None
+
+    module = Partial()
+    trainer(Look(), private(active_ratio=0.5)).fit(module, loader())
+    assert module.network[0].weight.grad is None
+
+
+def test_parameters_unfrozen_in_mid_run_are_refused() -> None:
+    """They would train without privacy, or not at all."""
+
+    class Unfreeze(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            pl_module.network[0].requires_grad_(trainer.global_step >= 3)
+
+    module = Plain()
+    module.network[0].requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match="in mid-run"):
+        trainer(private(), Unfreeze()).fit(module, loader())
+
+
+def test_a_step_that_writes_to_a_buffer_later_is_stopped() -> None:
+    """It would carry raw data into checkpoints."""
+
+    class Later(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step >= 3:
+                self.seen.add_(batch[0].mean())
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match="writes to seen"):
+        trainer(private()).fit(Later(), loader())
+
+
+def test_frozen_coordinates_withstand_other_callbacks() -> None:
+    """A weight constraint after each batch does not move them in the end."""
+
+    class Shrink(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step > 8:
+                with torch.no_grad():
+                    for parameter in pl_module.parameters():
+                        parameter.mul_(0.9)
+
+    spy, module = Spy(), Plain()
+    callback = private(active_ratio=0.1, warmup_steps=8)
+    trainer(callback, spy, Shrink()).fit(module, loader())
+    frozen = torch.ones(len(flat(module)), dtype=torch.bool)
+    frozen[callback.support.indices] = False  # type: ignore[union-attr]
+    assert torch.equal(flat(module)[frozen], spy.weights[7][frozen])
+
+
+def test_reloaded_loaders_are_used() -> None:
+    """A new loader every epoch, of the same units."""
+    callback = private()
+
+    class Reloading(Plain):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    trainer(callback, reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(Reloading())
+    assert callback.step == 30
 
 
 def test_everything_is_undone_after_a_fit() -> None:

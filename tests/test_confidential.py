@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,6 +25,16 @@ class Talkative(Plain):
 
     def on_train_epoch_end(self) -> None:
         self.log("train_late", self.accuracy.compute())
+        for logger in self.loggers:
+            logger.log_metrics({"train_late_direct": 1.0})
+
+
+class TalkativeCallback(Callback):
+    """Logs from training, as callbacks do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("train_callback", 1.0)
+        self.log_dict({"train_callback_dict": 1.0})
 
 
 def tags(folder: Any) -> set[str]:
@@ -37,8 +48,10 @@ def test_training_values_are_not_logged(tmp_path: Any, others: bool) -> None:
     """By self.log, log_dict, a logger's own methods, or at the epoch's end."""
     logger = TensorBoardLogger(tmp_path, name=None, version="run")
     loggers = [logger, CSVLogger(tmp_path, name="csv")] if others else logger
-    fitted = trainer(private(), logger=loggers, log_every_n_steps=1)
+    other = TalkativeCallback()
+    fitted = trainer(private(), other, logger=loggers, log_every_n_steps=1)
     fitted.fit(Talkative(), loader())
+    assert not any("withhold" in str(value) for value in other.__dict__.values())
     logged = tags(tmp_path / "run")
     assert {"val_loss", "privacy/epsilon", "privacy/epsilon_rdp", "privacy/phase"} <= logged
     assert not any("train" in tag or "loss" in tag.replace("val_loss", "") for tag in logged)

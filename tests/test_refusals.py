@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from toys import Plain, loader, private, records, trainer
 from tptopk_pl.callback.refusals import of_optimizers, of_trainer
@@ -81,6 +81,31 @@ def test_batch_norm_names_the_conversion_that_works() -> None:
     callback = private()
     trainer(callback).fit(module, loader())
     assert callback.step == 20
+
+
+def test_batch_norm_is_refused_without_parameters_too() -> None:
+    """It mixes examples all the same."""
+    module = Plain()
+    module.network[1] = nn.BatchNorm2d(4, affine=False)
+    assert "network.1 (BatchNorm2d)" in refusal(module)
+
+
+def test_strategies_whose_accounting_would_be_lost_are_refused() -> None:
+    """Children of a spawn take the callback's state with them."""
+    for name in ("ddp_spawn", "ddp_fork"):
+        fitted = trainer(strategy=name, devices=2)
+        assert "child processes" in "".join(of_trainer(fitted, Plain()))
+
+
+def test_data_that_are_empty_or_name_units_by_a_method() -> None:
+    """One line each."""
+    assert "data set is empty" in refusal(data=loader(records(n=0), shuffle=False))
+
+    class Method(TensorDataset):
+        def privacy_units(self) -> list[int]:
+            return [0]
+
+    assert "privacy_units is a method" in refusal(data=loader(Method(*records().tensors)))
 
 
 def test_running_statistics_are_refused() -> None:

@@ -125,6 +125,16 @@ def test_a_run_without_a_guarantee_says_so_everywhere(
     assert strict(tmp_path / "summary.json")["guarantee"] == summary.guarantee
 
 
+def test_a_run_that_stopped_early_is_charged_its_plan() -> None:
+    """When to stop may have been decided by results on private data."""
+    run = finished(PRIVATE)
+    run.step = 10
+    summary = RunSummary.from_run(run, TRAINER)
+    assert summary.epsilon == PRIVATE.epsilon
+    assert summary.epsilon_spent == PRIVATE.epsilon_at(10) < summary.epsilon
+    assert summary.steps == 10
+
+
 def test_a_run_that_has_not_begun_has_no_summary() -> None:
     with pytest.raises(ValueError, match="plan is None"):
         RunSummary.from_run(FakeRun(None), TRAINER)

@@ -39,7 +39,9 @@ class RunSummary:
 
     Attributes:
         guarantee: what is protected, in words; says so if the run is not private.
-        epsilon, epsilon_rdp, delta: spent, by PLD and by RDP.
+        epsilon, epsilon_rdp, delta: of the whole plan, by PLD and by RDP. They are the headline
+            even if the run stopped early: when to stop may have been decided by results.
+        epsilon_spent: after the steps that were run (PLD).
         steps: logical steps run.
         plan: the plan's fields, without its ε targets being repeated.
         settings: what the user asked for, less what the plan holds.
@@ -53,6 +55,7 @@ class RunSummary:
     epsilon: float
     epsilon_rdp: float
     delta: float
+    epsilon_spent: float
     steps: int
     plan: dict[str, Any]
     settings: dict[str, Any]
@@ -71,11 +74,13 @@ class RunSummary:
         plan = callback.plan
         if plan is None:
             raise ValueError("Expected a callback whose fit has begun: its plan is None.")
+        charged = max(callback.step, plan.num_steps)
         return cls(
             guarantee=_guarantee(callback, plan),
-            epsilon=callback.epsilon,
-            epsilon_rdp=plan.epsilon_rdp_at(callback.step),
+            epsilon=plan.epsilon_at(charged),
+            epsilon_rdp=plan.epsilon_rdp_at(charged),
             delta=plan.target_delta,
+            epsilon_spent=callback.epsilon,
             steps=callback.step,
             plan=plan.to_dict(),
             settings=asdict(callback.settings),

@@ -94,6 +94,8 @@ def unit_ids(dataset: Dataset[Any]) -> Sequence[Any] | NDArray[Any] | None:
     """
     named = getattr(dataset, "privacy_units", None)
     if named is not None:
+        if callable(named):
+            raise ValueError("privacy_units is a method: make it an attribute or a property.")
         if len(named) != len(dataset):  # type: ignore[arg-type]
             raise ValueError(
                 f"Expected privacy_units with one id for each of the {len(dataset)} records, "  # type: ignore[arg-type]

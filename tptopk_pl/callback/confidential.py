@@ -1,58 +1,90 @@
 """Keeping what is computed from raw training data out of logs.
 
 A training loss, a training accuracy or a gradient norm is an exact function of private records and
-no guarantee covers it. While a module trains, its own ``self.log`` calls are dropped (or renamed to
-``non_private/...`` on request), and its loggers are stand-ins that write nothing.
+no guarantee covers it. While a module trains, what it and other callbacks log is dropped (or
+renamed to ``non_private/...`` on request), and its loggers are stand-ins that write nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 PREFIX = "non_private/"
+_TRAINING_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
 
 
 class TrainingLog:
-    """Stands in for a module's ``log`` during a fit.
+    """Stands between those who log and the loggers, during a fit.
 
     Args:
         trainer: tells whether the module is training.
-        module: whose ``log`` it replaces.
         log_non_private: let values through, under names that say so.
 
     Attributes:
-        withheld: names that the module logged, or tried to log, from training.
+        withheld: names that were logged, or tried to be, from training.
         muted: drop everything (a probe on synthetic records is running).
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, log_non_private: bool) -> None:
-        self._trainer, self._log, self._let_through = trainer, module.log, log_non_private
+    def __init__(self, trainer: Trainer, log_non_private: bool) -> None:
+        self._trainer, self._let_through = trainer, log_non_private
         self._told = False
         self.withheld: set[str] = set()
         self.muted = False
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log from validation and test; withhold or rename from training."""
-        if not self._trainer.training:
-            return self._log(name, value, *args, **kwargs)
-        self.withheld.add(name)
-        if self.muted:
+    def withholding(self, log: Callable[..., None]) -> Callable[..., None]:
+        """``log`` that passes values of validation and test; those of training it withholds."""
+
+        def withhold(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._trainer.training:
+                return log(name, value, *args, **kwargs)
+            self.withheld.add(name)
+            if self._let_through and not self.muted:
+                return log(PREFIX + name, value, *args, **kwargs)
+            if not self.muted:
+                self._tell(name)
             return None
-        if self._let_through:
-            return self._log(PREFIX + name, value, *args, **kwargs)
+
+        return withhold
+
+    def _tell(self, name: str) -> None:
         if not self._told:
             self._told = True
             rank_zero_info(
                 f"self.log({name!r}) and other values logged while training are computed from raw "
                 "training data: not logged. log_non_private=True logs them as non_private/..."
             )
-        return None
+
+    def training_hooks(self, module: LightningModule) -> dict[str, Callable[..., Any]]:
+        """The module's own training hooks by name, each confidential."""
+        return {
+            name: self._confidential_hook(getattr(module, name))
+            for name in _TRAINING_HOOKS
+            if is_overridden(name, module)
+        }
+
+    def _confidential_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def confidential(*args: Any, **kwargs: Any) -> Any:
+            with self.confidential():
+                return hook(*args, **kwargs)
+
+        return confidential
 
     @contextmanager
     def confidential(self) -> Iterator[None]:

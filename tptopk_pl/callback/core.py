@@ -7,6 +7,7 @@ schedulers, ``global_step``, checkpoints and other callbacks work unchanged.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from tptopk_pl import rng
@@ -33,6 +34,8 @@ from tptopk_pl.metrics import StepMetrics
 from tptopk_pl.plan import TwoPhasePlan
 from tptopk_pl.sampling import PoissonLoader
 from tptopk_pl.support import Support
+
+_logger = logging.getLogger("tptopk_pl")
 
 
 class TwoPhaseSupportCallback(Callback):
@@ -123,6 +126,7 @@ class TwoPhaseSupportCallback(Callback):
         self._metrics = None if metrics is None else StepMetrics(metrics)
         self._phases = Phases(self.settings)
         self._step = 0
+        self._seeded = seed is not None
         self._resumed = False
         self._undo = ExitStack()
 
@@ -158,6 +162,7 @@ class TwoPhaseSupportCallback(Callback):
         self._trainer, self._module = trainer, pl_module
         self._loader: PoissonLoader | None = None
         self._draw_keys()
+        self._warn_if_not_private()
         strategy = trainer.strategy
         make_loader, self._user_step = strategy.process_dataloader, strategy.training_step
 
@@ -165,10 +170,15 @@ class TwoPhaseSupportCallback(Callback):
             loader = make_loader(loader)
             return self._poisson_loader(loader) if trainer.training else loader
 
-        self._log = TrainingLog(trainer, pl_module, self.settings.log_non_private)
+        self._log = TrainingLog(trainer, self.settings.log_non_private)
         self._replace(strategy, "process_dataloader", process_dataloader)
         self._replace(strategy, "training_step", self._run_step)
-        self._replace(pl_module, "log", self._log.log)
+        self._replace(pl_module, "log", self._log.withholding(pl_module.log))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self:
+                self._replace(callback, "log", self._log.withholding(callback.log))
+        for name, hook in self._log.training_hooks(pl_module).items():
+            self._replace(pl_module, name, hook)
 
     def _draw_keys(self) -> None:
         """New keys in every process; the noise key never leaves rank 0, none is ever stored."""
@@ -178,9 +188,21 @@ class TwoPhaseSupportCallback(Callback):
         noise_key = rng.fresh_key() if seed is None else key
         self._noise_key = noise_key if self._trainer.is_global_zero else None
 
+    def _warn_if_not_private(self) -> None:
+        if not self._trainer.is_global_zero:
+            return
+        if self._seeded:
+            _logger.warning("seed is given: this run is reproducible and NOT private.")
+        elif not self.settings.enforces_budget:
+            _logger.warning("No noise is added: this run is NOT private.")
+
     def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = owner.__dict__.get(name)
         object.__setattr__(owner, name, value)
-        self._undo.callback(owner.__dict__.pop, name, None)
+        if before is None:
+            self._undo.callback(owner.__dict__.pop, name, None)
+        else:
+            self._undo.callback(object.__setattr__, owner, name, before)
 
     def _poisson_loader(self, loader: Any) -> PoissonLoader:
         units = planning.privacy_units(loader, self.settings, self._trainer.world_size)
@@ -206,12 +228,7 @@ class TwoPhaseSupportCallback(Callback):
             refusals.of_layers(pl_module) + refusals.of_optimizers(trainer.optimizers, pl_module)
         )
         optimizer = trainer.optimizers[0]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        trained = {
-            name: parameter
-            for name, parameter in pl_module.named_parameters()
-            if parameter.requires_grad and id(parameter) in held
-        }
+        trained = self._trained_parameters()
         self._engine = GradientEngine(pl_module, trained)
         self._engine.attach()
         self._undo.callback(self._engine.detach)
@@ -228,11 +245,25 @@ class TwoPhaseSupportCallback(Callback):
         self._stop_gradient_reducer(trainer)
         self._releasing = False
 
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        groups = self._trainer.optimizers[0].param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and id(parameter) in held
+        }
+
     def _refuse_unaccounted(self, trainer: Trainer) -> None:
         if trainer.ckpt_path and not self._resumed:
             raise MisconfigurationException(
                 f"Checkpoint {trainer.ckpt_path} has no state of {type(self).__name__}: what it "
                 "spent is unknown. Start anew, or resume from a private run's checkpoint."
+            )
+        if self._seeded and self.settings.seed is None:
+            raise MisconfigurationException(
+                f"The steps of checkpoint {trainer.ckpt_path} had noise of a known seed: they are "
+                "not private, and no later step can make them so. Start anew without a seed."
             )
         if not trainer.ckpt_path and self._step != trainer.global_step:
             raise MisconfigurationException(
@@ -251,7 +282,13 @@ class TwoPhaseSupportCallback(Callback):
         """Probe for coupled examples on synthetic records, before the first step."""
         if trainer.train_dataloader is not self._loader or self._loader is None:
             raise MisconfigurationException(
-                f"Expected one training DataLoader, got {type(trainer.train_dataloader).__name__}."
+                "Expected one training DataLoader by itself, got "
+                f"{type(trainer.train_dataloader).__name__}."
+            )
+        if self._step < trainer.global_step:
+            raise MisconfigurationException(
+                f"The checkpoint is of step {trainer.global_step}, but only {self._step} steps are "
+                "accounted for: resume from a checkpoint that this callback took part in."
             )
         self._probe(self._loader)
         self._logical_step = LogicalStep(
@@ -291,10 +328,37 @@ class TwoPhaseSupportCallback(Callback):
         Returns a constant with a graph, so that no callback, logger or hook sees a raw loss.
         """
         device = self._module.device
+        constants = self._constants()
         with self._log.confidential():
             self._loss = self._logical_step.run(batch, batch_idx, self._max_grad_norm, device)
+        self._drop_raw_gradients()
+        self._refuse_changes(constants)
         self._releasing = True
         return torch.zeros((), device=device, requires_grad=True)
+
+    def _constants(self) -> dict[str, int]:
+        """Versions of what a step must not write to: it would carry raw data out."""
+        trained = self._engine.parameters
+        tensors = [*self._module.named_buffers(), *self._module.named_parameters()]
+        return {name: tensor._version for name, tensor in tensors if name not in trained}
+
+    def _refuse_changes(self, constants: dict[str, int]) -> None:
+        if self._trained_parameters().keys() != self._engine.parameters.keys():
+            raise MisconfigurationException(
+                "Parameters were frozen, unfrozen or given to the optimizer in mid-run: do this "
+                "before the fit."
+            )
+        changed = [name for name, at in self._constants().items() if constants.get(name) != at]
+        if changed:
+            raise MisconfigurationException(
+                f"training_step writes to {', '.join(changed)}, which would carry raw data into "
+                "checkpoints: make them constants."
+            )
+
+    def _drop_raw_gradients(self) -> None:
+        """Parameters that are not trained, yet require a gradient, have a raw one by now."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self._trainer
@@ -314,6 +378,7 @@ class TwoPhaseSupportCallback(Callback):
         if self.plan.phase_at(self._step) == 1:
             std = sigma * clip_norm / self.plan.expected_batch_size if sigma else 0.0
             self._phases.add_released(gradient, std**2, self.plan)
+        self._drop_raw_gradients()  # whatever zero_grad does or leaves
         self._phases.write_gradients(gradient)
         self._step += 1
 
@@ -327,6 +392,22 @@ class TwoPhaseSupportCallback(Callback):
         self._phases.switch_if_due(self.plan, self._step, self._trainer, self._sampling_key)
 
     # ------------------------------------------------------------------ after a step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Undo what other callbacks and hooks did to frozen coordinates."""
+        self._phases.restore_frozen()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The same before weights are saved; the checkpoint refers to them."""
+        self._phases.restore_frozen()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The same for the final weights."""
+        self._phases.restore_frozen()
 
     def on_train_batch_end(
         self,
@@ -355,7 +436,7 @@ class TwoPhaseSupportCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log once an epoch as well: short runs never reach ``log_every_n_steps``."""
         for name, value in self._privacy_figures().items():
-            self.log(name, value)
+            self.log(name, value, sync_dist=True)
 
     def _stop_if_spent(self) -> None:
         assert self.plan is not None
@@ -414,6 +495,7 @@ class TwoPhaseSupportCallback(Callback):
         return {
             "plan": None if self.plan is None else self.plan.to_dict(),
             "step": self._step,
+            "seeded": self._seeded,
             "phases": self._phases.state_dict(),
             "history": list(self.history),
         }
@@ -423,16 +505,21 @@ class TwoPhaseSupportCallback(Callback):
         plan = state_dict["plan"]
         self.plan = None if plan is None else TwoPhasePlan.from_dict(plan)
         self._step = state_dict["step"]
+        self._seeded = self._seeded or state_dict["seeded"]
         self._phases.load_state_dict(state_dict["phases"])
         self._figures.history = list(state_dict["history"])
         self._resumed = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave Trainer, module and optimizer as they were."""
-        self._undo.close()
+        self._end_fit()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave Trainer, module and optimizer as they were."""
+        self._end_fit()
+
+    def _end_fit(self) -> None:
         self._undo.close()
+        self._resumed = False

@@ -8,6 +8,7 @@ faulty units are alone; they contribute zero and are counted like any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from torch.utils._pytree import tree_leaves
 from tptopk_pl.callback.probe import IGNORED_LABEL
 from tptopk_pl.gradients import GradientEngine
 from tptopk_pl.mechanism import GaussianMechanism
-from tptopk_pl.sampling import PoissonLoader
+from tptopk_pl.records import MANY_UNITS
+from tptopk_pl.sampling import Chunk, PoissonLoader
+
+
+class _BypassedError(MisconfigurationException):
+    """The module's fault, not a record's: the only one that ends a run at once."""
 
 
 def summed_loss(output: Any, num_records: int) -> Tensor:
@@ -48,7 +54,7 @@ class LogicalStep:
     """Runs the chunks of one Poisson batch through a module and into the mechanism.
 
     Args:
-        loader: its current chunk is the one to run.
+        current_loader: the loader in use; its current chunk is the first to run.
         engine: attached to the module.
         mechanism: receives the clipped sums.
         training_step: ``(batch, batch_idx)`` to the module's output.
@@ -59,7 +65,7 @@ class LogicalStep:
 
     def __init__(
         self,
-        loader: PoissonLoader,
+        current_loader: Callable[[], PoissonLoader],
         engine: GradientEngine,
         mechanism: GaussianMechanism,
         *,
@@ -67,54 +73,60 @@ class LogicalStep:
         to_device: Callable[[Any], Any],
         exclude_ignored_labels: bool,
     ) -> None:
-        self._loader, self._engine, self._mechanism = loader, engine, mechanism
+        self._current_loader, self._engine, self._mechanism = current_loader, engine, mechanism
         self._training_step, self._to_device = training_step, to_device
         self._exclude_ignored_labels = exclude_ignored_labels
-        self._unit_of_record = loader.poisson.units.unit_of_record
+        self._failed: list[list[int]] = []  # the records of units since one was last added
 
-    def run(self, batch: Any, batch_idx: int, max_grad_norm: float, device: torch.device) -> float:
-        """Run all chunks of the step, of which ``batch`` is the first, already on the device.
+    def run(self, batch_idx: int, max_grad_norm: float, device: torch.device) -> float:
+        """Run all chunks of the step.
 
         Returns:
             The sum of the losses: a function of raw data.
+
+        Raises:
+            Exception: whatever the module raised, if all of many units in a row fail.
+            MisconfigurationException: if the module uses a weight outside its layer.
         """
         self._batch_idx, self._max_grad_norm, self._device = batch_idx, max_grad_norm, device
+        self._loader = self._current_loader()
+        self._unit_of_record = self._loader.poisson.units.unit_of_record
         self._loss = 0.0
         self._mechanism.begin_step(self._engine.num_active, device)
         while True:
             chunk = self._loader.take_chunk()
-            self._add_records(batch, chunk.records)
+            self._add_chunk(chunk)
             if chunk.is_last:
                 return self._loss
-            batch = self._to_device(self._loader.fetch_chunk().batch)
+            self._loader.fetch_chunk()
 
-    def _add_records(self, batch: Any, records: list[int]) -> bool:
-        """Add whole units; whether any could be added.
+    def _add_chunk(self, chunk: Chunk) -> None:
+        self._any_added = False
+        self._add_or_halve(chunk.records, lambda: (chunk.batch, chunk.records))
+        if self._any_added:
+            self._failed.clear()
+        # Small chunks count together: else a module that always fails would train on noise alone.
+        elif len(self._failed) >= MANY_UNITS:
+            self._add_units(*self._read(self._failed[0]))  # once more, to raise what it raised
 
-        Raises:
-            Exception: whatever the module raised, if every one of several units fails.
-        """
-        if not records:
-            return False
-        if ignored := self._with_ignored_label(batch, records):
-            units = set(self._unit_of_record[ignored])
-            return self._refetch([r for r in records if self._unit_of_record[r] not in units])
+    def _add_or_halve(self, records: list[int], read: Callable[[], tuple[Any, list[int]]]) -> None:
+        """Add these whole units; those that cannot be added contribute nothing."""
         try:
-            self._add_units(batch, records)
-            return True
-        except (MisconfigurationException, torch.OutOfMemoryError):
+            self._add_units(*read())
+            return
+        except _BypassedError:
             raise
         except Exception:
-            halves = self._halves(records)
-            if halves and not any([self._refetch(half) for half in halves]):
-                raise
-            return bool(halves)
+            pass  # what follows stands outside: the traceback holds the failed pass's memory
+        halves = self._halves(records)
+        if not halves:
+            self._failed.append(records)
+        for half in halves:
+            self._add_or_halve(half, partial(self._read, half))
 
-    def _refetch(self, records: list[int]) -> bool:
-        """Read records again and add them."""
+    def _read(self, records: list[int]) -> tuple[Any, list[int]]:
         reader = self._loader.reader
-        batch, records = reader.collate([reader[record] for record in records])
-        return self._add_records(self._to_device(batch), records)
+        return reader.collate([reader[record] for record in records])
 
     def _halves(self, records: list[int]) -> list[list[int]]:
         """Two halves of whole units; nothing if there is but one unit."""
@@ -124,6 +136,29 @@ class LogicalStep:
         first = set(units[: len(units) // 2])
         chosen = [record for record in records if self._unit_of_record[record] in first]
         return [chosen, [record for record in records if record not in set(chosen)]]
+
+    def _add_units(self, batch: Any, records: list[int]) -> None:
+        """Transfer, forward, backward, clip and add; nothing is added if anything raises."""
+        if not records:
+            return
+        batch = self._to_device(batch)
+        if ignored := self._with_ignored_label(batch, records):
+            units = set(self._unit_of_record[ignored])
+            rest = [record for record in records if self._unit_of_record[record] not in units]
+            return self._add_units(*self._read(rest))
+        ids = torch.from_numpy(self._unit_of_record[records])
+        units, unit_of_record = ids.unique(return_inverse=True)
+        self._engine.begin(unit_of_record.to(self._device), len(units))
+        try:
+            loss = summed_loss(self._training_step(batch, self._batch_idx), len(records))
+            if loss.requires_grad:  # else no active coordinate took part
+                loss.backward()
+            self._refuse_bypassed()
+            self._loss += float(loss.detach())
+            self._mechanism.add_chunk(self._engine, self._max_grad_norm)
+            self._any_added = True
+        finally:
+            self._engine.end()
 
     def _with_ignored_label(self, batch: Any, records: list[int]) -> list[int]:
         if not self._exclude_ignored_labels:
@@ -135,20 +170,9 @@ class LogicalStep:
             for place in (leaf == IGNORED_LABEL).nonzero().flatten().tolist()
         ]
 
-    def _add_units(self, batch: Any, records: list[int]) -> None:
-        ids = torch.from_numpy(self._unit_of_record[records])
-        units, unit_of_record = ids.unique(return_inverse=True)
-        self._engine.begin(unit_of_record.to(self._device), len(units))
-        try:
-            loss = summed_loss(self._training_step(batch, self._batch_idx), len(records))
-            if loss.requires_grad:  # else no active coordinate took part
-                loss.backward()
-            if self._engine.bypassed:
-                raise MisconfigurationException(
-                    f"{', '.join(sorted(self._engine.bypassed))}: used outside their own layers' "
-                    "forward, where per-example gradients cannot be seen."
-                )
-            self._mechanism.add_chunk(self._engine, self._max_grad_norm)
-            self._loss += float(loss.detach())
-        finally:
-            self._engine.end()
+    def _refuse_bypassed(self) -> None:
+        if self._engine.bypassed:
+            raise _BypassedError(
+                f"{', '.join(sorted(self._engine.bypassed))}: used outside their own layers' "
+                "forward, where per-example gradients cannot be seen."
+            )

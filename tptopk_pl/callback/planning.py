@@ -25,6 +25,8 @@ def privacy_units(loader: Any, settings: Settings, world_size: int) -> PrivacyUn
         MisconfigurationException: if the loader would break the sampling assumption.
     """
     refusals.raise_if_any(loader_refusals(loader, world_size))
+    if not len(loader.dataset):
+        raise MisconfigurationException("The training data set is empty.")
     ids = unit_ids(loader.dataset)
     return PrivacyUnits(
         range(len(loader.dataset)) if ids is None else ids,

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -52,6 +53,11 @@ def of_trainer(trainer: Trainer, module: LightningModule) -> list[str]:
         found.append(
             f"Strategy {type(trainer.strategy).__name__} hides per-example gradients: use a "
             "single device or strategy='ddp'."
+        )
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        found.append(
+            "This strategy trains in child processes, whose accounting would be lost: use "
+            "strategy='ddp'."
         )
     if getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
         found.append("static_graph=True all-reduces raw gradients: remove it.")
@@ -130,6 +136,11 @@ def of_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[st
     found = []
     if isinstance(optimizer, LBFGS):
         found.append("LBFGS evaluates a batch several times: use a first-order optimizer.")
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        found.append(
+            f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so frozen "
+            "coordinates could not be held: call it."
+        )
     own = {id(parameter) for parameter in module.parameters()}
     strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strangers:
