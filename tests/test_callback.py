@@ -213,11 +213,26 @@ def test_methods(method: str) -> None:
     assert (callback.support is not None) == method.startswith("tp_")
 
 
-def test_phase2_learning_rate_factor_is_kept_by_schedulers() -> None:
-    """The cosine schedule goes on, twice as high from the switch on."""
+SCHEDULES = {
+    "recursive": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "closed form": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, 20),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_phase2_learning_rate_factor_is_kept_by_schedulers(kind: str) -> None:
+    """The schedule goes on, twice as high from the switch on, however it computes."""
+
+    class Scheduled(Plain):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = SCHEDULES[kind](optimizer)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
     spies = Spy(), Spy()
     for spy, factor in zip(spies, (1.0, 2.0), strict=True):
-        trainer(private(warmup_steps=8, phase2_lr_factor=factor), spy).fit(Plain(), loader())
+        trainer(private(warmup_steps=8, phase2_lr_factor=factor), spy).fit(Scheduled(), loader())
     base, scaled = spies[0].rates, spies[1].rates
     assert base[0] != base[5] != base[15]  # the schedule moves the live rate, before and after
     assert scaled[:6] == base[:6]

@@ -29,7 +29,9 @@ def refusal(module: Any = None, data: Any = None, callback: Any = None, **option
     callback = callback or private()
     others = options.pop("callbacks", [])
     with pytest.raises((MisconfigurationException, ValueError)) as caught:
-        trainer(callback, *others, **options).fit(module or Plain(), data or loader())
+        trainer(callback, *others, **options).fit(
+            module or Plain(), loader() if data is None else data
+        )
     assert callback.step == 0
     return str(caught.value)
 

@@ -101,6 +101,9 @@ def test_a_private_run_states_its_guarantee() -> None:
     assert "NOT private" not in guarantee
     assert "add/remove" in guarantee
     assert "Validation and test data have none" in guarantee
+    assert "not cryptographic" not in guarantee
+    plain = RunSummary.from_run(finished(PRIVATE, settings=Settings(secure_rng=False)), TRAINER)
+    assert "not cryptographic" in plain.guarantee
 
 
 @pytest.mark.parametrize(

@@ -62,34 +62,34 @@ class RecordReader(Dataset[Any]):
     ) -> None:
         self.dataset, self.collate_records = dataset, collate
         self._unit_of_record = unit_of_record
-        self.templates = self._blank_records()
+        self._usual_layout, self.templates = self._first_layouts()
         self.template = self.templates[0]
         self._company = [self.template] if units_share_chunks else []
-        self._usual_layout = _layout(self.template)
         self._misfits: dict[Hashable, str] = {}  # by layout; "" for those that fit
 
-    def _blank_records(self) -> list[Any]:
-        """One for each layout: the commonest is not that of one odd record."""
+    def _first_layouts(self) -> tuple[Hashable, list[Any]]:
+        """The commonest layout, not that of one odd record, and a blank record of each."""
         if not len(self):
             raise ValueError("The training data set is empty.")
         error: Exception | None = None
         layouts, blanks = [], []
         for index in range(min(_TRIED_FOR_LAYOUT, len(self))):
             try:
-                blank = synthetic_record(self.dataset[index])
+                record = self.dataset[index]
+                layout, blank = _layout(record), synthetic_record(record)
             except Exception as caught:
                 error = error or caught
             else:
-                layouts.append(_layout(blank))
+                layouts.append(layout)
                 blanks.append(blank)
         if not blanks:
             raise ValueError(
-                "None of the first records of the training data set can be read: "
+                "None of the first records of the training data set can be read and imitated: "
                 f"{type(error).__name__}: {error}"
             ) from error
         firsts = [place for place, layout in enumerate(layouts) if layouts.index(layout) == place]
         firsts.sort(key=lambda place: -layouts.count(layouts[place]))
-        return [blanks[place] for place in firsts]
+        return layouts[firsts[0]], [blanks[place] for place in firsts]
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class RecordReader(Dataset[Any]):
             Exception: what the data set or the collate function raised, if the records of every
                 one of many units fail.
         """
-        failure: Exception | None = None
+        failures: list[Exception] = []
         # A value can fail a record of a good layout, but trying each is dear: only if all together
         # fail. The last resort is for records that go with a blank one but not with each other.
         for check in (self._check_layout, self._check_collates, self._check_usual):
@@ -129,9 +129,9 @@ class RecordReader(Dataset[Any]):
             try:
                 return self._batch(good)
             except Exception as error:
-                failure = error
+                failures.append(error)
         if len({self._unit_of_record[index] for index, _ in fetched}) >= MANY_UNITS:
-            raise next((r.error for _, r in fetched if isinstance(r, Fault)), failure)  # type: ignore[misc]
+            raise [*(r.error for _, r in fetched if isinstance(r, Fault)), *failures][0]
         return self._batch([])
 
     def _batch(self, records: list[tuple[int, Any]]) -> tuple[Any, list[int]]:
@@ -147,8 +147,8 @@ class RecordReader(Dataset[Any]):
             self._misfits[layout] = f"{type(error).__name__}: {error}" if error else ""
         if self._misfits[layout]:
             raise ValueError(
-                "Training records of different layouts cannot be collated together, give the "
-                f"loader a collate_fn that can: {self._misfits[layout]}"
+                "A training record cannot be collated with a blank one of the usual layout, give "
+                f"the loader a collate_fn that can: {self._misfits[layout]}"
             )
 
     def _check_collates(self, record: Any) -> None:
@@ -171,10 +171,12 @@ def _checked(record: Any, check: Callable[[Any], None]) -> Any:
     return record
 
 
-def _layout(record: Any) -> tuple[Hashable, ...]:
+def _layout(record: Any) -> Hashable:
     leaves, structure = tree_flatten(record)
-    return (repr(structure), *((type(leaf), repr(_shape(leaf))) for leaf in leaves))
+    return (repr(structure), *(_leaf_layout(leaf) for leaf in leaves))
 
 
-def _shape(leaf: Any) -> Any:
-    return (leaf.mode, leaf.size) if is_image(leaf) else getattr(leaf, "shape", None)
+def _leaf_layout(leaf: Any) -> Hashable:
+    if is_image(leaf):  # whatever kind of file it comes from
+        return leaf.mode, *leaf.size
+    return type(leaf), tuple(getattr(leaf, "shape", ()))

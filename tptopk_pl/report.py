@@ -156,6 +156,8 @@ def _guarantee(callback: Run, plan: TwoPhasePlan) -> str:
         return "NOT private: no noise was added."
     if callback.settings.seed is not None:
         return "NOT private: the noise came from a known seed. With secret noise: " + STATEMENT
+    if not callback.settings.secure_rng:
+        return STATEMENT + " The noise came from torch's generator, which is not cryptographic."
     return STATEMENT
 
 

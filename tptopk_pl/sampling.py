@@ -100,9 +100,8 @@ class Chunk(NamedTuple):
 class PoissonLoader(DataLoader[Any]):
     """The user's loader with Poisson sampling. Its length is the number of logical steps.
 
-    Iterating yields the batch of each step's *first* chunk; ``take_chunk`` then describes it and
-    ``fetch_chunk`` fetches the step's others. A chunk without records carries a synthetic record in
-    its batch, so that transfer hooks never see an empty one.
+    Iterating yields one synthetic batch a step, so that no hook or callback sees raw records:
+    ``take_chunk`` gives the step's first chunk, ``fetch_chunk`` fetches the others.
 
     Args:
         loader: where data set, collate function and workers come from.
@@ -111,8 +110,12 @@ class PoissonLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: PoissonSampler, worker_seed: int) -> None:
-        units = sampler.units.unit_of_record
-        self.reader = RecordReader(loader.dataset, loader.collate_fn, units)
+        self.reader = RecordReader(
+            loader.dataset,
+            loader.collate_fn,
+            sampler.units.unit_of_record,
+            units_share_chunks=sampler.physical_batch_size > 1,
+        )
         super().__init__(
             self.reader,
             batch_sampler=sampler,
@@ -141,7 +144,7 @@ class PoissonLoader(DataLoader[Any]):
                 self.fetch_chunk()
             except StopIteration:
                 return
-            yield self._chunk.batch
+            yield self.reader.collate([])[0]
 
     def fetch_chunk(self) -> Chunk:
         """Fetch the next chunk and make it the current one."""

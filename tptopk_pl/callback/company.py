@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,49 +64,49 @@ def company(
     for position in range(SIZE):
         is_changed = position in changed
         draw = 2 * seed + is_changed
-        filler = Filler(values, draw, position, scale if is_changed else 1.0)
+        filler = _Filler(values, draw, position, scale=scale if is_changed else 1.0)
         template = templates[position % len(templates) if mixed_layouts else 0]
         text = filler.words(1 + position if mixed_layouts else 3)
         records.append(synthetic_record(template, fill=filler, text=text))
     return records
 
 
-def with_planted(template: Any, values: Values, position: int, planted: Planted) -> Any:
-    """The record at ``position`` of the company of seed 0, with a value planted.
+def with_planted(template: Any, values: Values, planted: Planted) -> Any:
+    """The record at position 0 of the company of seed 0, with a value planted."""
+    filler = _Filler(values, 0, 0, planted=planted)
+    return synthetic_record(template, fill=filler, text=filler.words(3))
 
-    Returns:
-        The record, or None if it has no such integer.
+
+def integer_leaves(template: Any) -> list[bool]:
+    """For each signed integer leaf of a record, whether it is an array."""
+    filler = _Filler(Values(), 0, 0)
+    synthetic_record(template, fill=filler)
+    return filler.integers
+
+
+class _Filler:
+    """Random values for the leaves of one record; called with a tensor, returns its like.
+
+    Attributes:
+        integers: for each signed integer leaf so far, whether it is an array.
     """
-    filler = Filler(values, 0, position, 1.0, planted)
-    record = synthetic_record(template, fill=filler, text=filler.words(3))
-    return record if filler.num_integers > planted.place else None
-
-
-class Filler:
-    """Random values for the leaves of one record; called with a tensor, returns its like."""
 
     def __init__(
         self,
         values: Values,
         draw: int,
         position: int,
-        scale: float,
+        *,
+        scale: float = 1.0,
         planted: Planted | None = None,
     ) -> None:
         self._values, self._scale, self._planted = values, scale, planted
         self._generator = torch.Generator().manual_seed(SIZE * draw + position)
-        even, half = position % 2 == 0, position // 2
-        # Even positions go through all labels in turn, odd ones draw: the sum of labels changes.
-        self._label = (
-            (half + SIZE // 2 * draw) % values.labels if even else self._below(values.labels, ())
-        )
-        self.num_integers = 0
-        self.planted_in_array = False
-
-    def words(self, count: int) -> str:
-        """Words of random letters."""
-        letters = torch.as_tensor(self._below(26, (count, _WORD))) + ord("a")
-        return " ".join("".join(map(chr, word)) for word in letters.tolist())
+        if position % 2:  # the others go through all labels in turn
+            self._label = int(self._below(values.labels, ()))
+        else:
+            self._label = (position // 2 + SIZE // 2 * draw) % values.labels
+        self.integers: list[bool] = []
 
     def __call__(self, leaf: Tensor) -> Tensor:
         """Values of the leaf's shape and type."""
@@ -114,12 +114,29 @@ class Filler:
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand(shape, generator=self._generator, dtype=leaf.dtype) * self._scale
         if leaf.dtype == torch.uint8 and leaf.ndim > 1:
-            return torch.as_tensor(self._below(self._values.levels, shape)).to(leaf.dtype)
+            return self._below(self._values.levels, shape).to(leaf.dtype)
         if leaf.dtype == torch.bool:
-            return torch.as_tensor(self._below(2, shape)).to(leaf.dtype)
+            return self._below(2, shape).to(leaf.dtype)
         drawn = self._ids(shape) if shape else torch.tensor(self._label)
         if leaf.dtype.is_signed:
-            if self._planted and self.num_integers == self._planted.place:
+            if self._planted and self._planted.place == len(self.integers):
                 drawn = torch.full(shape, self._planted.value)
-            self.num_integers += 1
+            self.integers.append(bool(shape))
         return drawn.to(leaf.dtype)
+
+    def words(self, count: int) -> str:
+        """Words of random letters."""
+        letters = self._below(26, (count, _WORD)) + ord("a")
+        return " ".join("".join(map(chr, word)) for word in letters.tolist())
+
+    def _ids(self, shape: tuple[int, ...]) -> Tensor:
+        """Uniform for the most part; small ids, the last one and padding are frequent."""
+        ids = self._values.ids
+        drawn = self._below(ids, shape)
+        kind = self._below(8, shape)
+        frequent = torch.tensor([ids - 1, *(p for p in self._values.padding if p < ids)])
+        drawn = torch.where(kind < 3, self._below(min(_FEW, ids), shape), drawn)
+        return torch.where(kind == 3, frequent[self._below(len(frequent), shape)], drawn)
+
+    def _below(self, bound: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(bound, shape, generator=self._generator)

@@ -17,13 +17,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MetricCollection
 
 from tptopk_pl import rng
 from tptopk_pl.callback import planning, refusals
 from tptopk_pl.callback.confidential import PREFIX, TrainingLog
 from tptopk_pl.callback.figures import ON_PROGRESS_BAR, Figures
+from tptopk_pl.callback.guard import Guard, trained_parameters
 from tptopk_pl.callback.logical_step import LogicalStep, summed_loss
 from tptopk_pl.callback.phases import Phases
 from tptopk_pl.callback.probe import Probe
@@ -228,7 +229,8 @@ class TwoPhaseSupportCallback(Callback):
             refusals.of_layers(pl_module) + refusals.of_optimizers(trainer.optimizers, pl_module)
         )
         optimizer = trainer.optimizers[0]
-        trained = self._trained_parameters()
+        trained = trained_parameters(pl_module, optimizer)
+        self._guard = Guard(pl_module, optimizer)
         self._engine = GradientEngine(pl_module, trained)
         self._engine.attach()
         self._undo.callback(self._engine.detach)
@@ -244,15 +246,6 @@ class TwoPhaseSupportCallback(Callback):
         self._replace(pl_module, "lr_scheduler_step", self._phases.scheduling(pl_module))
         self._stop_gradient_reducer(trainer)
         self._releasing = False
-
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        groups = self._trainer.optimizers[0].param_groups
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        return {
-            name: parameter
-            for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad and id(parameter) in held
-        }
 
     def _refuse_unaccounted(self, trainer: Trainer) -> None:
         if trainer.ckpt_path and not self._resumed:
@@ -292,7 +285,7 @@ class TwoPhaseSupportCallback(Callback):
             )
         self._probe(self._loader)
         self._logical_step = LogicalStep(
-            self._loader,
+            self._current_loader,
             self._engine,
             self._mechanism,
             training_step=self._user_step,
@@ -302,15 +295,19 @@ class TwoPhaseSupportCallback(Callback):
         self._switch_if_due()
         self._stop_if_spent()
 
+    def _current_loader(self) -> PoissonLoader:
+        assert self._loader is not None
+        return self._loader
+
     def _probe(self, loader: PoissonLoader) -> None:
         self._log.muted = True
         self._engine.set_support(None)
         probe = Probe(
             self._module,
             self._engine,
-            loader.reader.template,
+            loader.reader.templates,
             lambda records: self._to_device(loader.reader.collate_records(records)),
-            lambda batch, n: summed_loss(self._user_step(batch, 0), n),
+            lambda batch, n, index: summed_loss(self._user_step(batch, index), n),
             low_precision=self._trainer.precision == "bf16-mixed",
         )
         with self._log.confidential():
@@ -328,37 +325,12 @@ class TwoPhaseSupportCallback(Callback):
         Returns a constant with a graph, so that no callback, logger or hook sees a raw loss.
         """
         device = self._module.device
-        constants = self._constants()
+        self._guard.before_step()
         with self._log.confidential():
-            self._loss = self._logical_step.run(batch, batch_idx, self._max_grad_norm, device)
-        self._drop_raw_gradients()
-        self._refuse_changes(constants)
+            self._loss = self._logical_step.run(batch_idx, self._max_grad_norm, device)
+        self._guard.after_step()
         self._releasing = True
         return torch.zeros((), device=device, requires_grad=True)
-
-    def _constants(self) -> dict[str, int]:
-        """Versions of what a step must not write to: it would carry raw data out."""
-        trained = self._engine.parameters
-        tensors = [*self._module.named_buffers(), *self._module.named_parameters()]
-        return {name: tensor._version for name, tensor in tensors if name not in trained}
-
-    def _refuse_changes(self, constants: dict[str, int]) -> None:
-        if self._trained_parameters().keys() != self._engine.parameters.keys():
-            raise MisconfigurationException(
-                "Parameters were frozen, unfrozen or given to the optimizer in mid-run: do this "
-                "before the fit."
-            )
-        changed = [name for name, at in self._constants().items() if constants.get(name) != at]
-        if changed:
-            raise MisconfigurationException(
-                f"training_step writes to {', '.join(changed)}, which would carry raw data into "
-                "checkpoints: make them constants."
-            )
-
-    def _drop_raw_gradients(self) -> None:
-        """Parameters that are not trained, yet require a gradient, have a raw one by now."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self._trainer
@@ -378,7 +350,7 @@ class TwoPhaseSupportCallback(Callback):
         if self.plan.phase_at(self._step) == 1:
             std = sigma * clip_norm / self.plan.expected_batch_size if sigma else 0.0
             self._phases.add_released(gradient, std**2, self.plan)
-        self._drop_raw_gradients()  # whatever zero_grad does or leaves
+        self._guard.drop_gradients()
         self._phases.write_gradients(gradient)
         self._step += 1
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tptopk_pl.callback.probe import IGNORED_LABEL
+from tptopk_pl.callback.losses import IGNORED_LABEL
 from tptopk_pl.gradients import GradientEngine
 from tptopk_pl.mechanism import GaussianMechanism
 from tptopk_pl.records import MANY_UNITS
@@ -107,7 +107,8 @@ class LogicalStep:
             self._failed.clear()
         # Small chunks count together: else a module that always fails would train on noise alone.
         elif len(self._failed) >= MANY_UNITS:
-            self._add_units(*self._read(self._failed[0]))  # once more, to raise what it raised
+            self._add_units(*self._read(self._failed[-1]))  # once more, to raise what it raised
+            self._failed.clear()
 
     def _add_or_halve(self, records: list[int], read: Callable[[], tuple[Any, list[int]]]) -> None:
         """Add these whole units; those that cannot be added contribute nothing."""
@@ -143,9 +144,10 @@ class LogicalStep:
             return
         batch = self._to_device(batch)
         if ignored := self._with_ignored_label(batch, records):
-            units = set(self._unit_of_record[ignored])
-            rest = [record for record in records if self._unit_of_record[record] not in units]
-            return self._add_units(*self._read(rest))
+            left_out = set(self._unit_of_record[ignored])
+            rest = [record for record in records if self._unit_of_record[record] not in left_out]
+            self._add_units(*self._read(rest))
+            return
         ids = torch.from_numpy(self._unit_of_record[records])
         units, unit_of_record = ids.unique(return_inverse=True)
         self._engine.begin(unit_of_record.to(self._device), len(units))

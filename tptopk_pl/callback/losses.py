@@ -87,9 +87,7 @@ class LossWatch(TorchFunctionMode):
         if ignore_index != IGNORED_LABEL:
             self._weighted.append(f"ignore_index={ignore_index}")
 
-    def _see_table(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None, **_: Any
-    ) -> None:
+    def _see_table(self, input: Tensor, weight: Tensor, padding_idx: int | None, **_: Any) -> None:
         self.num_rows.add(len(weight))
         if padding_idx is not None:
             self.padding.add(padding_idx % len(weight))

@@ -2,33 +2,40 @@
 
 Clipping bounds one unit's influence only if a record's gradient depends on that record alone. The
 probe runs ``training_step`` on made-up records, through the loader's collate function and the
-transfer hooks, and compares one record's gradient in changing company and alone. It also compares
-the engine's gradients with autograd's. It can find coupling; it cannot prove that there is none.
+transfer hooks, and compares each record's gradient in changing company, in hostile company and
+alone. It also compares the engine's gradients with autograd's. It can find coupling; it cannot
+prove that there is none.
+
+It costs at most some 45 forward and backward passes of 8 records, and 6 more for each integer of a
+record (half as many if nothing is random); it holds some 30 gradients' memory.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tptopk_pl.callback import company
+from tptopk_pl.callback.company import Planted, Values
+from tptopk_pl.callback.losses import IGNORED_LABEL, RETURN_LOSSES, LossWatch
+from tptopk_pl.callback.rehearsal import generators, seed_everything, state, tensors, undone
 from tptopk_pl.gradients import GradientEngine
-from tptopk_pl.synthetic import synthetic_record
 
-_COMPANY = 4  # records in a synthetic batch
+_SEEDS = 8  # MixUp in one batch of three is missed with probability 0.7^8 = 6%
+_SEEDS_WITHOUT_DRAWS = 3  # enough if training_step draws nothing
 _TOLERANCE = 1e-3  # relative; rounding is 1e-6, coupling is of the order of 1
 _LOW_PRECISION_TOLERANCE = 0.1  # bfloat16 has 8 bits
 _ROUNDING = 1e-5  # of the largest gradient: what a gradient that is truly 0 may show
-IGNORED_LABEL = -100  # torch's default ignore_index
-_RETURN_LOSSES = 'return {"loss": losses.mean(), "losses": losses} with losses of shape [n]'
+# Their draws hang on the batch, and each on its own element: without them more can be compared.
+_INNOCENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.RReLU)
+_SIMILAR = 2.0  # factor between mean sizes of gradients that differ by random draws alone
+_HOSTILE = (math.nan, 1e6)  # factors of the others' floating-point values
 
 
 @dataclass
@@ -50,9 +57,9 @@ class Probe:
     Args:
         module: the module under training.
         engine: attached, on dense support.
-        template: a record to imitate in structure, shapes and types.
+        templates: a synthetic record of each layout to imitate, the commonest first.
         batch_of: records to a batch on the device (collate and transfer hooks).
-        summed_loss: batch and number of records to the sum of their losses.
+        summed_loss: batch, number of records and batch index to the sum of the records' losses.
         low_precision: gradients carry bfloat16 rounding.
     """
 
@@ -60,74 +67,101 @@ class Probe:
         self,
         module: nn.Module,
         engine: GradientEngine,
-        template: Any,
+        templates: Sequence[Any],
         batch_of: Callable[[list[Any]], Any],
-        summed_loss: Callable[[Any, int], Tensor],
+        summed_loss: Callable[[Any, int, int], Tensor],
         *,
         low_precision: bool = False,
     ) -> None:
-        self._module, self._engine, self._template = module, engine, template
+        self._module, self._engine, self._templates = module, engine, templates
         self._batch_of, self._summed_loss = batch_of, summed_loss
         self._tolerance = _LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCE
-        self._num_labels = _num_labels(module)
+        self._values = Values()
+        self._draws = False
+        self._found: dict[str, None] = {}  # by the watch over losses, in order
+        self._ignored: set[int] = set()
 
     def run(self) -> ProbeResult:
-        """Probe and leave RNG, buffers, metrics, attributes and gradients as they were."""
-        with _undone(self._module):
+        """Probe and leave RNG, weights, buffers, metrics and attributes as they were."""
+        with undone(self._module):
+            before = state(self._module)
+            for layer in self._module.modules():
+                if type(layer) in _INNOCENT:
+                    layer.eval()
+            try:
+                self._learn_values()
+            except Exception as error:
+                return ProbeResult([_fails("synthetic records", error)])
+            result = ProbeResult(self._dependence())
+            result.refusals += self._found
+            result.refusals += self._changed_state(before)
+            if not result.refusals:
+                self._try_ignored_labels(result)
+            return result
+
+    def _dependence(self) -> list[str]:
+        """The first finding of each kind of comparison; later ones would follow from it."""
+        first = self._gradients(self._records())
+        if not self._close(first, self._gradients(self._records())):
+            return [_NOT_REPEATABLE]
+        if found := self._changed_by_company():
+            return found
+        if not self._close(first, self._gradients(self._records())):
+            return [_NOT_REPEATABLE]
+        found = self._changed_by_hostile_company(first)
+        if self._draws:  # random layers draw anew when the batch size changes
+            self._module.eval()
+        found += self._changed_by_size()
+        return found + self._bypassed(self._gradients(self._records()).sum(0))
+
+    # ------------------------------------------------------------------ records and gradients
+
+    def _learn_values(self) -> None:
+        """Find the widest range of values that the module takes."""
+        watch = LossWatch()
+        self._gradients(self._records(), watch=watch)
+        self._ignored = watch.ignored
+        heads = [m.out_features for m in self._module.modules() if isinstance(m, nn.Linear)]
+        labels = max(2, min(watch.num_classes or heads[-1:], default=2))
+        rows = watch.num_rows or {labels}
+        least = max(2, min(labels, *rows))
+        padding = tuple(sorted(watch.padding))
+        safe = self._values
+        for values in (
+            Values(labels, max(rows), 256, padding),
+            Values(labels, min(rows), 256, padding),
+            Values(least, least, 256, padding),
+            Values(least, least, least, padding),
+        ):
+            self._values = values
             try:
                 self._gradients(self._records())
-            except Exception as first:
-                self._num_labels = 2  # the guess may have been wrong; two classes always exist
-                try:
-                    self._gradients(self._records())
-                except Exception:
-                    return ProbeResult(
-                        [
-                            "training_step fails on synthetic records, so that coupled examples "
-                            f"cannot be found: {type(first).__name__}: {first}"
-                        ]
-                    )
-            return self._compare()
+                return
+            except Exception:  # out of range somewhere
+                self._values = safe
 
-    def _compare(self) -> ProbeResult:
-        result = ProbeResult()
-        buffers = {n: b.clone() for n, b in self._module.named_buffers()}
-        company = self._gradients(self._records())
-        result.refusals += self._changed_buffers(buffers)
-        others = self._gradients(self._records(shift=1))
-        if not self._close(company[0], others[0]):
-            result.refusals.append(_coupled("changes with the other examples of the batch"))
-        if not self._close(company, self._gradients(self._records(), seed=1)):
-            self._module.eval()  # random layers draw anew when the batch size changes
-            company = self._gradients(self._records())
-        result.refusals += self._changed_by_size(company[0])
-        result.refusals += self._bypassed(company.sum(0))
-        if not result.refusals:
-            self._try_ignored_labels(company, result)
-        return result
+    def _records(self, seed: int = 0, **options: Any) -> list[Any]:
+        return company.company(self._templates, self._values, seed, **options)
 
-    def _records(self, shift: int = 0) -> list[Any]:
-        """Synthetic records; all but the first change with ``shift``."""
-        stride = max(1, self._num_labels // _COMPANY)
-        records = []
-        for position in range(_COMPANY):
-            change = shift if position else 0
-            generator = torch.Generator().manual_seed(position + _COMPANY * change)
-            label = (position * stride + change) % self._num_labels
-            records.append(synthetic_record(self._template, fill=_filler(generator, label)))
-        return records
-
-    def _gradients(self, records: Sequence[Any], seed: int = 0) -> Tensor:
-        """One gradient for each record, ``[n, d]``."""
+    def _gradients(
+        self, records: Sequence[Any], seed: int = 0, watch: LossWatch | None = None
+    ) -> Tensor:
+        """One gradient for each record, ``[n, d]``; the seed is also the batch's index."""
         n = len(records)
-        _seed_everything(seed)
-        batch = self._batch_of(list(records))
+        watch = watch or LossWatch()
         device = next(self._module.parameters()).device
+        seed_everything(seed)
+        fresh = generators(device)
+        batch = self._batch_of(list(records))
         self._engine.begin(torch.arange(n, device=device), n)
         try:
-            loss = self._summed_loss(batch, n)
+            with watch:
+                loss = self._summed_loss(batch, n, seed)
             if loss.requires_grad:
                 loss.backward()
+            self._draws |= fresh != generators(device)
+            if n > 1:
+                self._found |= dict.fromkeys(watch.couplings(n))
             self._engine.norms()
             rows = torch.eye(n, device=device)
             return torch.stack([self._engine.weighted_sum(row) for row in rows])
@@ -138,31 +172,86 @@ class Probe:
         scale = max(float(a.abs().max()), float(b.abs().max()))
         return float((a - b).abs().max()) <= self._tolerance * scale + rounding
 
-    def _changed_by_size(self, in_company: Tensor) -> list[str]:
-        try:
-            alone = self._gradients(self._records()[:1])[0]
-        except Exception as error:
-            return [
-                "training_step fails on a batch of one example, which Poisson sampling draws: "
-                f"{type(error).__name__}: {error}"
-            ]
-        if self._close(in_company, alone):
-            return []
-        return [_coupled("changes with the number of examples in the batch")]
+    # ------------------------------------------------------------------ comparisons
 
-    def _changed_buffers(self, before: dict[str, Tensor]) -> list[str]:
+    def _changed_by_company(self) -> list[str]:
+        """Change half of the records, then the other half, and look at those kept."""
+        for seed in range(_SEEDS):
+            if seed >= _SEEDS_WITHOUT_DRAWS and not self._draws:
+                break
+            gradients = self._gradients(self._records(seed), seed)
+            for changed, kept in _halves(seed):
+                others = self._gradients(self._records(seed, changed=changed), seed)
+                if not self._all_close(gradients[kept], others[kept]):
+                    return [_coupled("changes with the other examples of the batch")]
+        return []
+
+    def _changed_by_hostile_company(self, gradients: Tensor) -> list[str]:
+        """An overflow in one record must not reach another."""
+        for scale in _HOSTILE:
+            for changed, kept in _halves(seed=0):
+                hostile = self._records(changed=changed, scale=scale)
+                try:
+                    others = self._gradients(hostile)
+                except MisconfigurationException as error:
+                    return [f"With a value of NaN or 1e6 in some examples: {error}"]
+                except Exception:  # the run leaves such a record out
+                    continue
+                if not self._all_close(gradients[kept], others[kept]):
+                    return [
+                        _coupled("changes when another example holds NaN or a value of 1e6")
+                        + " Clamp or replace what belongs to one example, not a mean."
+                    ]
+        return []
+
+    def _all_close(self, a: Tensor, b: Tensor) -> bool:
+        rounding = _ROUNDING * float(a.abs().max())
+        return all(self._close(*rows, rounding) for rows in zip(a, b, strict=True))
+
+    def _changed_by_size(self) -> list[str]:
+        """Each record alone, and in a company of all layouts."""
+        try:
+            records = self._records(mixed_layouts=True)
+            together = self._gradients(records)
+        except Exception:  # layouts that cannot be in one batch
+            records = self._records()
+            together = self._gradients(records)
+        try:
+            alone = torch.cat([self._gradients([record]) for record in records])
+        except Exception as error:
+            return [_fails("a batch of one example, which Poisson sampling draws", error)]
+        if self._all_close(together, alone) or self._differ_by_draws_alone(records):
+            return []
+        return [_coupled("changes with the number of examples in the batch, or their layouts")]
+
+    def _differ_by_draws_alone(self, records: Sequence[Any]) -> bool:
+        """Whether draws that ``eval()`` leaves on, as an augmentation's, hide the comparison.
+
+        Then only the size of the gradients is compared: a sum would be ``SIZE`` times a mean.
+        """
+        if self._all_close(*[self._gradients(records, seed) for seed in (0, 1)]):
+            return False
+        seeds = range(_SEEDS_WITHOUT_DRAWS)
+        together = [self._gradients(records, seed).norm(dim=1).mean() for seed in seeds]
+        alone = [self._gradients([r], seed).norm() for seed in seeds for r in records]
+        ratio = float(torch.stack(together).mean() / torch.stack(alone).mean())
+        return 1 / _SIMILAR < ratio < _SIMILAR
+
+    def _changed_state(self, before: dict[str, Tensor]) -> list[str]:
+        buffers = {name for name, _ in self._module.named_buffers()}
         return [
-            f"Buffer {name} changes while training: it would carry raw data into checkpoints. "
-            "Make it a constant."
-            for name, buffer in self._module.named_buffers()
-            if not torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(before[name]))
+            f"{'Buffer' if name in buffers else 'Parameter'} {name} changes in training_step: it "
+            "would carry raw data into checkpoints. Make it a constant."
+            for name, tensor in tensors(self._module).items()
+            if name in before
+            and not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(before[name]))
         ]
 
     def _bypassed(self, engine_sum: Tensor) -> list[str]:
         """Compare the engine's summed gradient with autograd's, parameter by parameter."""
         parameters = self._engine.parameters
-        _seed_everything(0)
-        loss = self._summed_loss(self._batch_of(self._records()), _COMPANY)
+        seed_everything(0)
+        loss = self._summed_loss(self._batch_of(self._records()), company.SIZE, 0)
         truth = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         found, start = [], 0
         rounding = _ROUNDING * float(engine_sum.abs().max())
@@ -173,102 +262,66 @@ class Probe:
             if name in self._engine.bypassed or not self._close(ours, known, rounding):
                 found.append(
                     f"{name} is used outside its own layer's forward, where its per-example "
-                    "gradient cannot be seen: use it through its layer only."
+                    "gradient cannot be seen: use it through its layer only (for an L2 penalty, "
+                    "the optimizer's weight_decay)."
                 )
         return found
 
-    def _try_ignored_labels(self, company: Tensor, result: ProbeResult) -> None:
-        """Put the label that torch ignores into another record, leaf by leaf."""
-        leaves, structure = tree_flatten(self._records()[1])
-        for place, leaf in enumerate(leaves):
-            integer = torch.as_tensor(leaf) if isinstance(leaf, int | Tensor | np.generic) else None
-            if integer is None or integer.dtype not in (torch.int64, torch.int32):
-                continue
-            ignored: Any = torch.full_like(integer, IGNORED_LABEL)
-            ignored = ignored if isinstance(leaf, Tensor) else type(leaf)(ignored.item())
-            records = self._records()
-            records[1] = tree_unflatten([*leaves[:place], ignored, *leaves[place + 1 :]], structure)
-            try:
-                gradients = self._gradients(records)
-            except Exception:  # not a label, or one that torch does not ignore
-                continue
-            if self._close(company[0], gradients[0]):
-                continue
-            if integer.ndim:
-                result.refusals.append(_coupled("changes with the others' ignored labels (-100)"))
-            result.ignored_labels_couple = True
+    def _try_ignored_labels(self, result: ProbeResult) -> None:
+        """Put labels that are commonly ignored into one record, place by place."""
+        records = self._records()
+        gradients = self._gradients(records)
+        for place, is_array in enumerate(company.integer_leaves(self._templates[0])):
+            for value in dict.fromkeys([IGNORED_LABEL, -1, *sorted(self._ignored)]):
+                planted = Planted(place, value)
+                records[0] = company.with_planted(self._templates[0], self._values, planted)
+                try:
+                    others = self._gradients(records)
+                except Exception:  # not a label, or one that is not ignored
+                    continue
+                if self._all_close(gradients[1:], others[1:]):
+                    continue
+                if is_array or value != IGNORED_LABEL:
+                    result.refusals.append(_ignoring(value))
+                else:
+                    result.ignored_labels_couple = True
+
+
+_NOT_REPEATABLE = (
+    "training_step gives other gradients for the same records under the same seed: it keeps "
+    "something from batch to batch, or draws from a generator of its own. Take schedules from "
+    "self.global_step and random numbers from torch's, numpy's or Python's global generator."
+)
 
 
 def _coupled(how: str) -> str:
     return (
         f"One example's gradient {how} (a sum, a class-weighted mean, ignored labels, batch "
-        f"statistics, MixUp or padding): make examples independent, or {_RETURN_LOSSES}."
+        f"statistics, MixUp or padding): make examples independent, or {RETURN_LOSSES}."
     )
 
 
-def _num_labels(module: nn.Module) -> int:
-    """Labels that are probably valid: outputs of the last layer, within every embedding."""
-    outputs = [m.out_features for m in module.modules() if isinstance(m, nn.Linear)]
-    tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-    return max(2, min([*outputs[-1:], *tables], default=2))
+def _ignoring(value: int) -> str:
+    return (
+        f"One example's gradient changes with the others' ignored labels ({value}), because the "
+        f"mean is over the labels that are left. Even if no label is ignored, {RETURN_LOSSES}, "
+        "each over the labels of its own record."
+    )
 
 
-def _filler(generator: torch.Generator, label: int) -> Callable[[Tensor], Tensor]:
-    """Values for a synthetic record: floats in [0, 1), images, and one label."""
-
-    def fill(leaf: Tensor) -> Tensor:
-        if leaf.is_floating_point() or leaf.is_complex():
-            return torch.rand(leaf.shape, generator=generator, dtype=leaf.dtype)
-        if not leaf.ndim:
-            return torch.tensor(label).to(leaf.dtype)
-        high = 256 if leaf.dtype == torch.uint8 and leaf.ndim > 1 else 2
-        return torch.randint(high, leaf.shape, generator=generator).to(leaf.dtype)
-
-    return fill
+def _fails(where: str, error: Exception) -> str:
+    advice = (
+        " It must take any record of the data's shapes and types (random texts too: return class "
+        "labels as integers)."
+    )
+    return (
+        f"training_step fails on {where}, so that coupled examples cannot be found: "
+        f"{type(error).__name__}: {error}{advice if isinstance(error, LookupError) else ''}"
+    )
 
 
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-@contextmanager
-def _undone(module: nn.Module) -> Iterator[None]:
-    """Restore generators, buffers, train modes, gradients and plain attributes afterwards."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    modes = [(m, m.training) for m in module.modules()]
-    attributes = [(m, _plain_attributes(m)) for m in module.modules()]
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            for m, training in modes:
-                m.training = training
-            for m, plain in attributes:
-                m.__dict__.update(plain)
-            for name, buffer in module.named_buffers():
-                if name in buffers:
-                    buffer.data.copy_(buffers[name])
-            for parameter in module.parameters():
-                parameter.grad = None
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Copies of what a training step may have counted or collected (metrics keep states so)."""
-    kinds = (bool, int, float, str, list, dict, set, tuple, Tensor, type(None))
-    internal = nn.Module().__dict__.keys()
-    return {
-        name: _copy(value)
-        for name, value in module.__dict__.items()
-        if name not in internal and isinstance(value, kinds)
-    }
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value)
+def _halves(seed: int) -> list[tuple[list[int], list[int]]]:
+    """Which positions to change and which to keep, and the reverse."""
+    order = torch.randperm(company.SIZE, generator=torch.Generator().manual_seed(seed)).tolist()
+    half, rest = order[: company.SIZE // 2], order[company.SIZE // 2 :]
+    return [(half, rest), (rest, half)]
