@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from toys import NUM_RECORDS, Plain, Saver, flat, loader, private, records, trainer
 from tptopk_pl import rng
+from tptopk_pl.plan import TwoPhasePlan
 from tptopk_pl.sampling import PoissonSampler
 from tptopk_pl.units import PrivacyUnits
 
@@ -579,6 +580,36 @@ def test_a_step_that_writes_to_a_buffer_later_is_stopped() -> None:
 
     with pytest.raises(MisconfigurationException, match="writes to seen"):
         trainer(private()).fit(Later(), loader())
+
+
+def test_a_step_cannot_steer_the_run_by_its_losses() -> None:
+    """Neither its length nor its learning rate: both are seen from outside."""
+
+    class Steering(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.trainer.should_stop = True
+            self.optimizers().param_groups[0]["lr"] = float(loss.detach())
+            return loss
+
+    spy, callback = Spy(), private()
+    trainer(callback, spy).fit(Steering(schedule=False), loader())
+    assert callback.step == 20
+    assert set(spy.rates) == {0.1}
+
+
+def test_epsilon_is_not_computed_for_each_of_many_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes longer than a short epoch."""
+    computed = []
+    original = TwoPhasePlan.epsilon_at
+    monkeypatch.setattr(
+        TwoPhasePlan, "epsilon_at", lambda plan, step: computed.append(step) or original(plan, step)
+    )
+    trainer(private(), max_epochs=150, limit_train_batches=1).fit(Plain(), loader())
+    assert len(computed) < 80
+    assert computed[-1] == 150
 
 
 def test_frozen_coordinates_withstand_other_callbacks() -> None:

@@ -182,6 +182,61 @@ def test_a_step_without_loss_is_refused() -> None:
         fit(Loss(lambda z, y: {"loss": z.mean(), "losses": z}))
 
 
+def test_a_running_average_that_is_reassigned_is_refused() -> None:
+    """A new tensor in a buffer's place is a write to it, also where NaN hides the value."""
+
+    class Average(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean = 0.9 * self.mean + 0.1 * batch[0].mean()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match="Buffer mean"):
+        fit(Average())
+
+
+def test_ignored_labels_that_a_run_could_not_leave_out_are_refused() -> None:
+    """In a list, or as floating-point numbers that become labels in the step."""
+
+    def listed(batch: Any) -> Any:
+        images, labels = default_collate(batch)
+        return images, labels.tolist()
+
+    class Listed(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            images, labels = batch
+            return F.cross_entropy(self(images), torch.tensor(labels))
+
+    with pytest.raises(MisconfigurationException, match="ignored labels"):
+        fit(Listed(), loader(collate_fn=listed))
+
+    class Floating(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            images, labels = batch
+            return F.cross_entropy(self(images), labels.long())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    images, labels = records().tensors
+    callback = fit(Floating(), loader(TensorDataset(images, labels.float())))
+    assert callback.probe_result.ignored_labels_couple
+
+
+def test_coupling_through_negative_values_is_found() -> None:
+    """Normalised images have them."""
+
+    class Gated(Plain):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images - images.clamp(max=0).mean(0))
+
+    with pytest.raises(MisconfigurationException, match="One example's gradient"):
+        fit(Gated())
+
+
 class Augmenting(Plain):
     """Noise on the images of every training batch, whatever the module's mode."""
 

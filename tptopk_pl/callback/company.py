@@ -111,6 +111,11 @@ class _Filler:
     def __call__(self, leaf: Tensor) -> Tensor:
         """Values of the leaf's shape and type."""
         shape = tuple(leaf.shape)
+        if leaf.is_floating_point() and not shape:  # perhaps a label, as a float
+            if self._planted and self._planted.place == len(self.integers):
+                self.integers.append(False)
+                return torch.full(shape, float(self._planted.value), dtype=leaf.dtype)
+            self.integers.append(False)
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand(shape, generator=self._generator, dtype=leaf.dtype) * self._scale
         if leaf.dtype == torch.uint8 and leaf.ndim > 1:

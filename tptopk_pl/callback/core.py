@@ -310,8 +310,10 @@ class TwoPhaseSupportCallback(Callback):
             lambda batch, n, index: summed_loss(self._user_step(batch, index), n),
             low_precision=self._trainer.precision == "bf16-mixed",
         )
+        self._guard.before_step()
         with self._log.confidential():
             self.probe_result = probe.run()
+        self._guard.undo_steering()
         self._log.muted = False
         refusals.raise_if_any(self.probe_result.refusals + self._log.monitors())
         self._engine.bypassed.clear()
@@ -344,7 +346,8 @@ class TwoPhaseSupportCallback(Callback):
             return
         self._releasing = False
         assert self.plan is not None
-        assert self._step < planning.last_step(self.plan, self.settings), "beyond the plan"
+        if self._step >= planning.last_step(self.plan, self.settings):
+            raise RuntimeError(f"Step {self._step} is beyond the plan: nothing is released.")
         sigma, clip_norm = self.plan.noise_multiplier_at(self._step), self._max_grad_norm
         gradient = self._mechanism.release(self._step, sigma, clip_norm)
         if self.plan.phase_at(self._step) == 1:
@@ -407,8 +410,10 @@ class TwoPhaseSupportCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log once an epoch as well: short runs never reach ``log_every_n_steps``."""
-        for name, value in self._privacy_figures().items():
-            self.log(name, value, sync_dist=True)
+        assert self.plan is not None
+        if self._figures.are_stale(self.plan, self._step):
+            for name, value in self._privacy_figures().items():
+                self.log(name, value, sync_dist=True)
 
     def _stop_if_spent(self) -> None:
         assert self.plan is not None

@@ -28,6 +28,13 @@ class Figures:
         period = max(log_every_n_steps, -(-plan.num_steps // _PER_FIT))
         return step % period == 0 or step in (1, plan.warmup_steps, plan.num_steps)
 
+    def are_stale(self, plan: TwoPhasePlan, step: int) -> bool:
+        """Whether an epoch's end has something new to log: again some 50 times at most."""
+        last = max((row["step"] for row in self.history if "privacy/epsilon" in row), default=None)
+        if last is None or last == step or step >= plan.num_steps:
+            return True
+        return (step - last) * _PER_FIT >= plan.num_steps
+
     def of_privacy(self, plan: TwoPhasePlan, step: int, num_active: int) -> dict[str, float]:
         """ε spent after ``step`` steps (PLD and RDP), the phase, and ``k``."""
         latest = self.history[-1] if self.history else {}

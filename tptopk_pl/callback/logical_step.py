@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from tptopk_pl.callback.losses import IGNORED_LABEL
+from tptopk_pl.callback.losses import ignored_places
 from tptopk_pl.gradients import GradientEngine
 from tptopk_pl.mechanism import GaussianMechanism
 from tptopk_pl.records import MANY_UNITS
@@ -165,12 +164,7 @@ class LogicalStep:
     def _with_ignored_label(self, batch: Any, records: list[int]) -> list[int]:
         if not self._exclude_ignored_labels:
             return []
-        return [
-            records[place]
-            for leaf in tree_leaves(batch)
-            if isinstance(leaf, Tensor) and leaf.shape == (len(records),)
-            for place in (leaf == IGNORED_LABEL).nonzero().flatten().tolist()
-        ]
+        return [records[place] for place in ignored_places(batch, len(records))]
 
     def _refuse_bypassed(self) -> None:
         if self._engine.bypassed:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 IGNORED_LABEL = -100  # torch's default ignore_index
 RETURN_LOSSES = 'return {"loss": losses.mean(), "losses": losses} with losses of shape [n]'
@@ -103,3 +104,13 @@ def _arguments(func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, An
 def _check(what: str, values: Tensor, low: int, high: int) -> None:
     if not bool(((values >= low) & (values <= high)).all()):
         raise IndexError(f"{what} outside [{low}, {high}]")
+
+
+def ignored_places(batch: Any, num_records: int) -> list[int]:
+    """Records of a batch with an ignored label, in a tensor that has one number a record."""
+    return [
+        place
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, Tensor) and leaf.shape == (num_records,)
+        for place in (leaf == IGNORED_LABEL).nonzero().flatten().tolist()
+    ]

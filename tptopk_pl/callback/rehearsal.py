@@ -60,7 +60,7 @@ def undone(module: nn.Module) -> Iterator[None]:
             for m, plain in attributes:
                 m.__dict__.update(plain)
             for name, tensor in tensors(module).items():
-                if name in before:
+                if name in before and tensor.shape == before[name].shape:
                     tensor.data.copy_(before[name])
             for parameter in module.parameters():
                 parameter.grad = None
@@ -80,4 +80,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.copy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what it holds cannot be copied: at least the container can
+        return copy.copy(value)
