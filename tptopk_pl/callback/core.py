@@ -300,6 +300,7 @@ class TwoPhaseSupportCallback(Callback):
         return self._loader
 
     def _probe(self, loader: PoissonLoader) -> None:
+        rank_zero_info("Looking for coupled examples, on synthetic records ...")
         self._log.muted = True
         self._engine.set_support(None)
         probe = Probe(
