@@ -48,7 +48,7 @@ class TrainCLI(LightningCLI):
         """Train. Once a step was taken, an error is no longer one of the configuration."""
         try:
             self.trainer.fit(**kwargs)
-        except (ValueError, MisconfigurationException) as error:
+        except ValueError as error:
             if self.trainer.global_step == 0:
                 raise
             raise RuntimeError(f"Training failed after step {self.trainer.global_step}.") from error
@@ -60,8 +60,8 @@ class TrainCLI(LightningCLI):
         summary = RunSummary.from_run(callback, self.trainer)
         if folder is not None and self.trainer.is_global_zero:
             files = summary.write(folder)
-            print(f"ε = {summary.epsilon:.4g} for the plan,", end=" ")
-            print(f"{summary.epsilon_spent:.4g} spent. Written:", *files, sep="\n  ")
+            spent = f"{summary.epsilon_spent:.4g} spent, δ = {summary.delta:g}"
+            print(f"ε = {summary.epsilon:.4g} for the plan, {spent}. Written:", *files, sep="\n  ")
         source = self.datamodule or self.model
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", source):
             results = self.trainer.test(self.model, datamodule=self.datamodule)

@@ -1,6 +1,7 @@
 """The callback on a Trainer: what it computes, when it switches, what it charges."""
 
 import copy
+import csv
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import nn
@@ -608,8 +610,39 @@ def test_epsilon_is_not_computed_for_each_of_many_epochs(
         TwoPhasePlan, "epsilon_at", lambda plan, step: computed.append(step) or original(plan, step)
     )
     trainer(private(), max_epochs=150, limit_train_batches=1).fit(Plain(), loader())
-    assert len(computed) < 80
-    assert computed[-1] == 150
+    assert len(computed) < 120
+    assert max(computed) == 150
+
+
+def test_logged_epsilon_is_that_of_its_step_and_the_bar_never_shows_less(tmp_path: Any) -> None:
+    """A figure that is repeated at later steps would understate what was spent."""
+
+    class Bar(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if "privacy/epsilon" in trainer.callback_metrics:
+                shown = float(trainer.callback_metrics["privacy/epsilon"])
+                assert shown >= callback.epsilon - 1e-6
+
+    callback = private()
+    logger = CSVLogger(tmp_path)
+    trainer(Bar(), callback, logger=logger, log_every_n_steps=7, max_epochs=3).fit(
+        Plain(), loader()
+    )
+    table = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    logged = {int(r["step"]): float(r["privacy/epsilon"]) for r in rows if r["privacy/epsilon"]}
+    assert {1, 7, 9, 14, 21, 28, 30} <= set(logged)
+    assert callback.plan is not None
+    for step, epsilon in logged.items():
+        assert epsilon == pytest.approx(callback.plan.epsilon_at(step), rel=1e-5)
+
+
+def test_a_delta_that_is_not_below_one_over_n_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It allows to publish a unit's record outright."""
+    trainer(private(target_delta=0.01), max_steps=2).fit(Plain(), loader())
+    assert any("1/N" in record.message for record in caplog.records)
 
 
 def test_frozen_coordinates_withstand_other_callbacks() -> None:

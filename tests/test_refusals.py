@@ -67,8 +67,10 @@ def test_all_refusals_come_in_one_message() -> None:
     module = Plain()
     module.network[1] = nn.BatchNorm2d(4)
     module.automatic_optimization = False
-    message = refusal(module, overfit_batches=4, callbacks=[LearningRateFinder()])
-    for name in ("network.1", "ModuleValidator.fix", "overfit_batches", "Finder", "Manual"):
+    weighted = loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 120, 120))
+    message = refusal(module, weighted, overfit_batches=4, callbacks=[LearningRateFinder()])
+    words = "network.1", "ModuleValidator.fix", "overfit_batches", "Finder", "Manual", "Weighted"
+    for name in words:
         assert name in message
 
 

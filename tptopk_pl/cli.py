@@ -109,9 +109,10 @@ def _run_epsilon(args: argparse.Namespace) -> dict[str, Any]:
     }
     missing = [name for name, value in single.items() if value is None]
     if bool(args.segment) == (len(missing) < len(single)) or (missing and not args.segment):
+        given = [name for name in single if name not in missing] + ["--segment"] * len(args.segment)
         raise ValueError(
-            f"Expected either --segment or all of {', '.join(single)}; "
-            f"got {len(args.segment)} segments, and without {', '.join(missing) or 'none'}."
+            f"Expected either --segment or all of {', '.join(single)}; got "
+            f"{', '.join(given) or 'neither'}."
         )
     if args.segment:
         segments = [_parse_segment(text) for text in args.segment]

@@ -18,12 +18,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
 from tptopk_pl import rng
 from tptopk_pl.callback import planning, refusals
 from tptopk_pl.callback.confidential import PREFIX, TrainingLog
-from tptopk_pl.callback.figures import ON_PROGRESS_BAR, Figures
+from tptopk_pl.callback.figures import Figures
 from tptopk_pl.callback.guard import Guard, trained_parameters
 from tptopk_pl.callback.logical_step import LogicalStep, summed_loss
 from tptopk_pl.callback.phases import Phases
@@ -33,7 +34,7 @@ from tptopk_pl.gradients import GradientEngine
 from tptopk_pl.mechanism import GaussianMechanism
 from tptopk_pl.metrics import StepMetrics
 from tptopk_pl.plan import TwoPhasePlan
-from tptopk_pl.sampling import PoissonLoader
+from tptopk_pl.sampling import PoissonLoader, loader_refusals
 from tptopk_pl.support import Support
 
 _logger = logging.getLogger("tptopk_pl")
@@ -157,8 +158,11 @@ class TwoPhaseSupportCallback(Callback):
         """Refuse what breaks privacy; get between the Trainer and its loader and steps."""
         if stage != "fit":
             return
+        given = trainer.fit_loop._data_source.instance  # a loader, if fit was called with one
         refusals.raise_if_any(
-            refusals.of_trainer(trainer, pl_module) + refusals.of_layers(pl_module)
+            refusals.of_trainer(trainer, pl_module)
+            + refusals.of_layers(pl_module)
+            + (loader_refusals(given, trainer.world_size) if isinstance(given, DataLoader) else [])
         )
         self._trainer, self._module = trainer, pl_module
         self._loader: PoissonLoader | None = None
@@ -209,6 +213,13 @@ class TwoPhaseSupportCallback(Callback):
         units = planning.privacy_units(loader, self.settings, self._trainer.world_size)
         if self.plan is None:
             self.plan = planning.make_plan(self._trainer, self.settings, units.num_units)
+            if self.plan.target_delta >= 1 / units.num_units:
+                _logger.warning(
+                    "target_delta=%g is not below 1/N = %.2g: it allows the full disclosure of a "
+                    "unit. Lower it.",
+                    self.plan.target_delta,
+                    1 / units.num_units,
+                )
         else:  # of a checkpoint, an earlier fit or an earlier loader: it stands
             refusals.raise_if_any(self.settings.contradictions(self.plan, units.num_units))
         self._loader = planning.poisson_loader(
@@ -395,26 +406,41 @@ class TwoPhaseSupportCallback(Callback):
     ) -> None:
         """Switch phases, log ε, and end training when the plan is spent."""
         assert self.plan is not None
-        self._switch_if_due()
         log_every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._figures.are_due(self.plan, self._step, log_every):
-            for name, value in self._privacy_figures().items():
-                self.log(name, value, on_step=True, prog_bar=name in ON_PROGRESS_BAR)
+        due = self._figures.next_due(self.plan, self._step - 1, log_every) == self._step
+        if due:
+            self._write_figures()
             if self.settings.log_non_private:
                 mean = self._loss / self.settings.expected_batch_size
                 self.log(PREFIX + "loss", mean, on_step=True)
+        self._switch_if_due()
+        if due:
+            self._show(self._figures.next_due(self.plan, self._step, log_every))
         self._stop_if_spent()
 
-    def _privacy_figures(self) -> dict[str, float]:
+    def _write_figures(self) -> None:
+        """To the loggers directly: ``self.log`` would repeat them at later steps, then too low."""
         assert self.plan is not None
-        return self._figures.of_privacy(self.plan, self._step, self._engine.num_active)
+        figures = self._figures.of_privacy(self.plan, self._step, self._engine.num_active)
+        for logger in self._trainer.loggers:
+            logger.log_metrics(figures, step=self._step)
+
+    def _show(self, until: int) -> None:
+        """On the progress bar: ε of the step up to which it is shown, never less than spent."""
+        assert self.plan is not None
+        until = min(until, max(self.plan.num_steps, self._step))
+        shown = {
+            "privacy/epsilon": self._figures.epsilon(self.plan, until),
+            "privacy/phase": float(self.plan.phase_at(self._step)),
+        }
+        for name, value in shown.items():
+            self.log(name, value, on_step=True, prog_bar=True, logger=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log once an epoch as well: short runs never reach ``log_every_n_steps``."""
         assert self.plan is not None
         if self._figures.are_stale(self.plan, self._step):
-            for name, value in self._privacy_figures().items():
-                self.log(name, value, sync_dist=True)
+            self._write_figures()
 
     def _stop_if_spent(self) -> None:
         assert self.plan is not None

@@ -8,7 +8,6 @@ from typing import Any
 from tptopk_pl.callback.confidential import PREFIX
 from tptopk_pl.plan import TwoPhasePlan
 
-ON_PROGRESS_BAR = ("privacy/epsilon", "privacy/phase")
 _PER_FIT = 50  # ε by PLD takes 30 to 60 ms: computed some 50 times a fit, whatever its length
 
 
@@ -21,12 +20,20 @@ class Figures:
 
     def __init__(self) -> None:
         self.history: list[dict[str, float]] = []
+        self._epsilons: dict[int, float] = {}
 
     @staticmethod
-    def are_due(plan: TwoPhasePlan, step: int, log_every_n_steps: int) -> bool:
-        """Whether to log after ``step`` steps: as often as asked, but some 50 times at most."""
+    def next_due(plan: TwoPhasePlan, step: int, log_every_n_steps: int) -> int:
+        """The first step after ``step`` to log at: as often as asked, some 50 times at most."""
         period = max(log_every_n_steps, -(-plan.num_steps // _PER_FIT))
-        return step % period == 0 or step in (1, plan.warmup_steps, plan.num_steps)
+        landmarks = (1, plan.warmup_steps, plan.num_steps)
+        return min((step // period + 1) * period, *(s for s in landmarks if s > step), 2**62)
+
+    def epsilon(self, plan: TwoPhasePlan, step: int) -> float:
+        """ε by PLD after ``step`` steps, computed once."""
+        if step not in self._epsilons:
+            self._epsilons[step] = plan.epsilon_at(step)
+        return self._epsilons[step]
 
     def are_stale(self, plan: TwoPhasePlan, step: int) -> bool:
         """Whether an epoch's end has something new to log: again some 50 times at most."""
@@ -41,7 +48,7 @@ class Figures:
         if latest.get("step") != step or "privacy/epsilon" not in latest:
             latest = {
                 "step": step,
-                "privacy/epsilon": plan.epsilon_at(step),
+                "privacy/epsilon": self.epsilon(plan, step),
                 "privacy/epsilon_rdp": plan.epsilon_rdp_at(step),
                 "privacy/phase": float(plan.phase_at(max(step - 1, 0))),
                 "support/num_active": float(num_active),
