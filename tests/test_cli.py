@@ -78,8 +78,11 @@ def test_epsilon_of_given_steps(capsys):
         (f"{PLAN} --noise-multiplier nan", "noise_multiplier=nan"),
         (f"{PLAN} --target-epsilon 1 --warmup-fraction 2", "warmup_fraction=2.0"),
         ("epsilon --target-delta 1e-5", "either --segment or all of"),
-        ("epsilon --target-delta 1e-5 --num-units 5", "without --noise-multiplier"),
-        ("epsilon --target-delta 1e-5 --num-units 5 --segment 1,.1,5", "got 1 segments"),
+        ("epsilon --target-delta 1e-5 --num-units 5", "got --num-units."),
+        (
+            "epsilon --target-delta 1e-5 --num-units 5 --segment 1,.1,5",
+            "got --num-units, --segment.",
+        ),
         ("epsilon --target-delta 1e-5 --segment 1,0.1", "segment='1,0.1' as SIGMA,Q,STEPS"),
         ("epsilon --target-delta 1e-5 --segment 1,2,3", "sampling_rate=2.0"),
         ("epsilon --target-delta 2 --segment 1,.1,3", "delta=2.0"),
