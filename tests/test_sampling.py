@@ -13,7 +13,6 @@ from scipy import stats
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -22,6 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from toys import Numbers
 from tptopk_pl.rng import seeded_key
 from tptopk_pl.sampling import PoissonLoader, PoissonSampler, loader_refusals
 from tptopk_pl.units import PrivacyUnits
@@ -184,19 +184,6 @@ def test_iterating_again_starts_at_the_step_under_way() -> None:
 
 
 # ---------------------------------------------------------------------- the loader
-
-
-class Numbers(Dataset):
-    """Record i is ``(tensor [2] of i, i)``."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((2,), float(index)), index
 
 
 def poisson(of: PoissonSampler, n: int, **kwargs: Any) -> PoissonLoader:

@@ -7,22 +7,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
+from toys import Numbers
 from tptopk_pl.units import PrivacyUnits, unit_ids
 
 FAMILIES = ["a"] * 3 + ["b"] + ["c"] * 2 + ["a", "d", "e", "e", "c"]  # a: 4 records, c: 3
-
-
-class Numbers(Dataset):
-    """Record i is ``(tensor [2] of i, i)``."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((2,), float(index)), index
 
 
 class Named(Numbers):

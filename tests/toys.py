@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tptopk_pl import TwoPhaseSupportCallback
 
@@ -29,6 +29,19 @@ def loader(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
     """A shuffled loader of physical batches of 8."""
     kwargs = {"batch_size": 8, "shuffle": True, **kwargs}
     return DataLoader(records() if dataset is None else dataset, **kwargs)
+
+
+class Numbers(Dataset[Any]):
+    """Record i is ``(tensor [2] of i, i)``."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(index)), index
 
 
 class Plain(LightningModule):
