@@ -27,7 +27,10 @@ from tptopk_pl import TwoPhaseSupportCallback
 from tptopk_pl.report import RunSummary
 
 CHECKOUT = Path(__file__).resolve().parent
-RUNS = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": None}}
+RUNS = {
+    "class_path": "TensorBoardLogger",
+    "init_args": {"save_dir": "runs", "name": None, "default_hp_metric": False},
+}
 
 
 class TrainCLI(LightningCLI):
@@ -44,11 +47,18 @@ class TrainCLI(LightningCLI):
         """Parse the command line, configuration files also named relative to the checkout."""
         self.config = parser.parse_args(_locate_configs(sys.argv[1:]))
 
+    def before_instantiate_classes(self) -> None:
+        """Refuse a scheduler that LightningCLI would leave out without a word."""
+        if self._get(self.config, "lr_scheduler") and not self._get(self.config, "optimizer"):
+            raise ValueError(
+                "lr_scheduler is given without optimizer, and would not be used: give both."
+            )
+
     def fit(self, **kwargs: Any) -> None:
         """Train. Once a step was taken, an error is no longer one of the configuration."""
         try:
             self.trainer.fit(**kwargs)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             if self.trainer.global_step == 0:
                 raise
             raise RuntimeError(f"Training failed after step {self.trainer.global_step}.") from error
@@ -124,7 +134,7 @@ def main() -> int:
             trainer_defaults={"logger": RUNS},
             parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
         )
-    except (ArgumentError, ValueError, MisconfigurationException, FileNotFoundError) as error:
+    except (ArgumentError, ValueError, MisconfigurationException, OSError) as error:
         print(f"train.py: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0

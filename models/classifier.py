@@ -1,10 +1,13 @@
 """A LightningModule that classifies with any network; it knows nothing of privacy."""
 
+from typing import Any
+
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
+
+from models.pretrained import load_public_weights
 
 
 class ClassificationModule(LightningModule):
@@ -16,9 +19,16 @@ class ClassificationModule(LightningModule):
 
     Args:
         network: maps inputs ``[n, ...]`` to class scores ``[n, classes]``.
-        lr: learning rate of the default optimizer.
-        momentum: momentum of the default optimizer.
-        optimizer: makes another optimizer from the parameters, in place of the default one.
+        lr: learning rate of SGD, unless the command line names another `--optimizer`.
+        momentum: momentum of SGD, likewise.
+        pretrained: file of weights to begin from. They must be PUBLIC: ε says nothing of the
+            records that they were trained on. The weights of a `--ckpt_path` come after.
+
+    Attributes:
+        pretrained_weights: file, SHA-256, and number of parameters loaded and new; None without.
+
+    Raises:
+        ValueError: if the weights cannot be read or are of another kind of network.
     """
 
     def __init__(
@@ -26,13 +36,15 @@ class ClassificationModule(LightningModule):
         network: nn.Module,
         lr: float = 0.5,
         momentum: float = 0.9,
-        optimizer: OptimizerCallable | None = None,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
         self.network = network
         self.lr = lr
         self.momentum = momentum
-        self.optimizer = optimizer
+        self.pretrained_weights: dict[str, Any] | None = None
+        if pretrained is not None:
+            self.pretrained_weights = load_public_weights(network, pretrained)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Class scores ``[n, classes]``."""
@@ -45,11 +57,11 @@ class ClassificationModule(LightningModule):
         return {"loss": losses.mean(), "losses": losses}
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log ``val/loss`` and ``val/acc``; return scores ``[n, classes]`` and targets ``[n]``."""
+        """Log ``val/loss``; return scores ``[n, classes]`` and targets ``[n]`` for metrics."""
         return self._evaluate(batch, "val")
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Log ``test/loss``, ``test/acc``; return scores ``[n, classes]`` and targets ``[n]``."""
+        """Log ``test/loss``; return scores ``[n, classes]`` and targets ``[n]`` for metrics."""
         return self._evaluate(batch, "test")
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -57,15 +69,11 @@ class ClassificationModule(LightningModule):
         return self(batch[0]).softmax(dim=1)
 
     def configure_optimizers(self) -> Optimizer:
-        """The optimizer over all parameters."""
-        if self.optimizer is not None:
-            return self.optimizer(self.parameters())
+        """SGD over all parameters."""
         return SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], split: str) -> dict[str, Tensor]:
         inputs, targets = batch
         scores = self(inputs)
         self.log(f"{split}/loss", cross_entropy(scores, targets), prog_bar=True, sync_dist=True)
-        accuracy = (scores.argmax(dim=1) == targets).float().mean()
-        self.log(f"{split}/acc", accuracy, prog_bar=True, sync_dist=True)
         return {"preds": scores, "target": targets}

@@ -467,3 +467,38 @@ def test_a_support_of_another_model_is_refused() -> None:
     engine = GradientEngine(model, trained(model))
     with pytest.raises(ValueError, match="sizes"):
         engine.set_support(Support(torch.tensor([0]), (3,)))
+
+
+class Mix(nn.Module):
+    """A layer without a rule, with an argument that all records share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x @ (mask * self.weight)
+
+
+def test_a_shared_argument_stays_shared_if_there_are_as_many_records() -> None:
+    model = nn.ModuleDict({"mix": Mix()})
+    mask, weight = torch.ones(3, 3).tril(), model["mix"].weight
+    engine = armed(model, 1)
+    for n in (1, 3):
+        engine.begin(torch.arange(n), n)
+        x = torch.randn(n, 3)
+        (model["mix"](x, mask) ** 2).sum().backward()
+        ours = engine.weighted_sum(torch.ones(n))
+        (truth,) = torch.autograd.grad(((x @ (mask * weight)) ** 2).sum(), weight)
+        torch.testing.assert_close(ours, truth.flatten())
+
+
+def test_an_input_of_one_row_is_every_records() -> None:
+    """Position embeddings are looked up once for all."""
+    table = nn.Embedding(4, 2)
+    model = nn.Sequential(table)
+    positions, scale = torch.arange(4)[None], torch.randn(5, 4, 2)
+    engine = armed(model, 5)
+    (model(positions) * scale).sum().backward()
+    norms = scale.flatten(1).norm(dim=1)
+    torch.testing.assert_close(engine.norms(), norms)

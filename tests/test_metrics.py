@@ -34,11 +34,12 @@ def test_binary_scores() -> None:
 
     At threshold 0.5: .9 found, .4 missed, .6 wrong: accuracy 3/5, recall 1/2.
     AUC: of the 6 pairs only (.4, .6) is in the wrong order: 5/6.
+    Precision at each positive found, in order: 1/1 and 2/3: mean 5/6.
     """
     preds = torch.tensor([0.9, 0.4, 0.6, 0.2, 0.1])
     target = torch.tensor([1, 1, 0, 0, 0])
     assert values_of({"preds": preds, "target": target}) == pytest.approx(
-        {"accuracy": 3 / 5, "recall": 1 / 2, "auroc": 5 / 6}
+        {"accuracy": 3 / 5, "recall": 1 / 2, "auroc": 5 / 6, "average_precision": 5 / 6}
     )
 
 
@@ -47,10 +48,16 @@ def test_scores_of_several_classes_over_several_batches() -> None:
 
     AUC of class 0: its .8 above all: 1. Class 1: .3 .7 against .1 .2 .2 .4: 7 of 8 pairs.
     Class 2: .6 .5 .3 against .1 .1 .2: all 9. Mean (1 + 7/8 + 1)/3.
+    Average precision of class 1: .7 found at 1/1, then .4, .3 (two of three): 1/2 + 1/2 · 2/3.
     """
     halves = [{"preds": SCORES[part], "target": CLASSES[part]} for part in ([0, 3, 4], [1, 2, 5])]
     assert values_of(*halves) == pytest.approx(
-        {"accuracy": 4 / 6, "recall": 13 / 18, "auroc": (1 + 7 / 8 + 1) / 3}
+        {
+            "accuracy": 4 / 6,
+            "recall": 13 / 18,
+            "auroc": (1 + 7 / 8 + 1) / 3,
+            "average_precision": (1 + 5 / 6 + 1) / 3,
+        }
     )
 
 

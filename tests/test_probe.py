@@ -730,3 +730,46 @@ def test_values_out_of_range_never_reach_the_device() -> None:
         nn.Embedding(5, 2)(torch.tensor([5]))
     with losses.LossWatch(), pytest.raises(IndexError, match=r"outside \[0, 1\]"):
         F.binary_cross_entropy(torch.tensor([float("nan")]), torch.zeros(1))
+
+
+class Mix(nn.Module):
+    """A layer without a rule, with a mask ``[8, 8]`` for all records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x @ (mask * self.weight)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mix()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.mix(images.flatten(1)[:, :8], torch.ones(8, 8).tril())
+
+
+def test_an_argument_of_as_many_rows_as_the_probe_has_records_passes() -> None:
+    passes(Net(Masked()))
+
+
+class WithCells(nn.Module):
+    """Keeps its layers in a list as well, and calls them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 2)
+        self.cells = [self.layer]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.cells[0](images.flatten(1))
+
+
+def test_layers_in_a_list_are_the_same_layers_after_the_probe() -> None:
+    """Copies would never be trained."""
+    network = WithCells()
+    passes(Net(network))
+    assert network.cells[0] is network.layer

@@ -41,7 +41,8 @@ class FakeRun:
 
 
 TRAINER = SimpleNamespace(
-    callback_metrics={"val_acc": torch.tensor(0.75), "privacy/epsilon": torch.tensor(1.0)}
+    lightning_module=SimpleNamespace(),
+    callback_metrics={"val_acc": torch.tensor(0.75), "privacy/epsilon": torch.tensor(1.0)},
 )
 
 
@@ -147,7 +148,9 @@ def test_a_run_that_has_not_begun_has_no_summary() -> None:
 def test_written_summary_is_json_without_infinities(made: TwoPhasePlan, tmp_path: Path) -> None:
     """JSON has no Infinity and no NaN; other programs' parsers stop there."""
     run = finished(made, settings=Settings(max_grad_norm=math.inf))
-    trainer = SimpleNamespace(callback_metrics={"val_loss": torch.tensor(math.nan)})
+    trainer = SimpleNamespace(
+        lightning_module=None, callback_metrics={"val_loss": torch.tensor(math.nan)}
+    )
     written = RunSummary.from_run(run, trainer).write(tmp_path / "new" / "folder")
     assert [path.name for path in written] == ["summary.json", "run.png"]
     content = strict(written[0])
@@ -215,3 +218,14 @@ def test_a_switch_that_was_not_reached_is_not_marked() -> None:
     stopped.step = 5
     for axes in drawn(RunSummary.from_run(stopped, TRAINER)).axes:
         assert not any("switch" in label for label in labels(axes))
+
+
+def test_weights_that_training_started_from_are_named() -> None:
+    weights = {"path": "resnet18.pth", "sha256": "0123abcd", "num_loaded": 60, "num_new": 2}
+    trainer = SimpleNamespace(
+        callback_metrics={}, lightning_module=SimpleNamespace(pretrained_weights=weights)
+    )
+    summary = RunSummary.from_run(finished(PRIVATE), trainer)
+    assert summary.pretrained_weights == weights
+    assert "resnet18.pth (SHA-256 0123abcd)" in summary.guarantee
+    assert RunSummary.from_run(finished(PRIVATE), TRAINER).pretrained_weights is None

@@ -3,7 +3,7 @@
 >>> metrics = StepMetrics("classification")
 >>> metrics.update({"preds": torch.eye(3), "target": torch.arange(3)})
 >>> {name: round(float(value), 3) for name, value in metrics.compute_and_reset().items()}
-{'accuracy': 1.0, 'auroc': 1.0, 'recall': 1.0}
+{'accuracy': 1.0, 'auroc': 1.0, 'average_precision': 1.0, 'recall': 1.0}
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
+    BinaryAveragePrecision,
     BinaryRecall,
     MulticlassAccuracy,
     MulticlassAUROC,
+    MulticlassAveragePrecision,
     MulticlassRecall,
 )
 
@@ -27,15 +29,22 @@ from tptopk_pl._validate import one_of
 
 
 def classification(preds: Tensor) -> MetricCollection:
-    """Accuracy, recall and AUC for predictions like ``preds``.
+    """Accuracy, recall, and the areas under the ROC and the precision-recall curve.
+
+    The areas know no threshold: without them a high recall may be the threshold's doing alone.
 
     Args:
-        preds: ``[n, c]`` scores of c classes (recall and AUC are means over classes), or ``[n]``
-            scores of the positive class (recall at threshold 0.5).
+        preds: ``[n, c]`` scores of c classes (all but accuracy are means over classes), or ``[n]``
+            scores of the positive class (accuracy and recall at threshold 0.5).
     """
     if preds.ndim == 1:
         return MetricCollection(
-            {"accuracy": BinaryAccuracy(), "recall": BinaryRecall(), "auroc": BinaryAUROC()},
+            {
+                "accuracy": BinaryAccuracy(),
+                "recall": BinaryRecall(),
+                "auroc": BinaryAUROC(),
+                "average_precision": BinaryAveragePrecision(),
+            },
             compute_groups=False,
         )
     classes = preds.shape[1]
@@ -44,6 +53,7 @@ def classification(preds: Tensor) -> MetricCollection:
             "accuracy": MulticlassAccuracy(classes, average="micro"),
             "recall": MulticlassRecall(classes, average="macro"),
             "auroc": MulticlassAUROC(classes, average="macro"),
+            "average_precision": MulticlassAveragePrecision(classes, average="macro"),
         },
         compute_groups=False,
     )

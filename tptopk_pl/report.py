@@ -45,6 +45,8 @@ class RunSummary:
         steps: logical steps run.
         plan: the plan's fields, without its ε targets being repeated.
         settings: what the user asked for, less what the plan holds.
+        pretrained_weights: the weights that training started from, as the module's attribute of
+            that name describes them (path, checksum); None if it has none.
         support: number of coordinates, active ones, and each parameter's active share.
         metrics: last value of each validation and test metric.
         history: figures by step.
@@ -59,6 +61,7 @@ class RunSummary:
     steps: int
     plan: dict[str, Any]
     settings: dict[str, Any]
+    pretrained_weights: dict[str, Any] | None
     support: dict[str, Any] | None
     metrics: dict[str, float]
     history: list[dict[str, float]]
@@ -75,8 +78,9 @@ class RunSummary:
         if plan is None:
             raise ValueError("Expected a callback whose fit has begun: its plan is None.")
         charged = max(callback.step, plan.num_steps)
+        pretrained = getattr(trainer.lightning_module, "pretrained_weights", None)
         return cls(
-            guarantee=_guarantee(callback, plan),
+            guarantee=_guarantee(callback, plan) + _on_pretrained(pretrained),
             epsilon=plan.epsilon_at(charged),
             epsilon_rdp=plan.epsilon_rdp_at(charged),
             delta=plan.target_delta,
@@ -84,6 +88,7 @@ class RunSummary:
             steps=callback.step,
             plan=plan.to_dict(),
             settings=asdict(callback.settings),
+            pretrained_weights=pretrained,
             support=_describe(callback.support),
             metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
             history=callback.history,
@@ -159,6 +164,15 @@ def _guarantee(callback: Run, plan: TwoPhasePlan) -> str:
     if not callback.settings.secure_rng:
         return STATEMENT + " The noise came from torch's generator, which is not cryptographic."
     return STATEMENT
+
+
+def _on_pretrained(weights: dict[str, Any] | None) -> str:
+    if weights is None:
+        return ""
+    return (
+        f" Training started from the weights {weights['path']} (SHA-256 {weights['sha256']}): they "
+        "must be public, the guarantee does not cover what they were trained on."
+    )
 
 
 def _describe(support: Support | None) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from tptopk_pl.callback.confidential import PREFIX, TrainingLog
 from tptopk_pl.callback.figures import Figures
 from tptopk_pl.callback.guard import Guard, trained_parameters
 from tptopk_pl.callback.logical_step import LogicalStep, summed_loss
+from tptopk_pl.callback.monitoring import Choice
 from tptopk_pl.callback.phases import Phases
 from tptopk_pl.callback.probe import Probe
 from tptopk_pl.callback.settings import Settings
@@ -376,7 +377,18 @@ class TwoPhaseSupportCallback(Callback):
 
     def _switch_if_due(self) -> None:
         assert self.plan is not None
-        self._phases.switch_if_due(self.plan, self._step, self._trainer, self._sampling_key)
+        trainer, plan = self._trainer, self.plan
+        warmup = self._phases.switch_if_due(plan, self._step, trainer, self._sampling_key)
+        if warmup is None or not trainer.is_global_zero:
+            return
+        assert self.support is not None
+        by_score = plan.method != "tp_rand"
+        choice = Choice(self.support, tuple(self._engine.parameters), warmup, by_score)
+        scalars = choice.scalars()
+        self._figures.keep(self._step, scalars)
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=self._step)
+        choice.draw(trainer.loggers, self._step)
 
     # ------------------------------------------------------------------ after a step
 
@@ -483,9 +495,10 @@ class TwoPhaseSupportCallback(Callback):
         self._log_metrics("test")
 
     def _log_metrics(self, stage: str) -> None:
-        if self._metrics is not None:
-            for name, value in self._metrics.compute_and_reset().items():
-                self.log(f"{stage}/{name}", value, sync_dist=True)
+        if self._metrics is None:
+            return
+        for place, (name, value) in enumerate(self._metrics.compute_and_reset().items()):
+            self.log(f"{stage}/{name}", value, prog_bar=place == 0, sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep what validation measured for the run's summary."""

@@ -38,23 +38,24 @@ class Figures:
     def are_stale(self, plan: TwoPhasePlan, step: int) -> bool:
         """Whether an epoch's end has something new to log: again some 50 times at most."""
         last = max((row["step"] for row in self.history if "privacy/epsilon" in row), default=None)
-        if last is None or last == step or step >= plan.num_steps:
-            return True
-        return (step - last) * _PER_FIT >= plan.num_steps
+        if last is None or last == step:
+            return last is None
+        return step >= plan.num_steps or (step - last) * _PER_FIT >= plan.num_steps
 
     def of_privacy(self, plan: TwoPhasePlan, step: int, num_active: int) -> dict[str, float]:
         """ε spent after ``step`` steps (PLD and RDP), the phase, and ``k``."""
-        latest = self.history[-1] if self.history else {}
-        if latest.get("step") != step or "privacy/epsilon" not in latest:
-            latest = {
-                "step": step,
-                "privacy/epsilon": self.epsilon(plan, step),
-                "privacy/epsilon_rdp": plan.epsilon_rdp_at(step),
-                "privacy/phase": float(plan.phase_at(max(step - 1, 0))),
-                "support/num_active": float(num_active),
-            }
-            self.history.append(latest)
-        return {name: value for name, value in latest.items() if name != "step"}
+        figures = {
+            "privacy/epsilon": self.epsilon(plan, step),
+            "privacy/epsilon_rdp": plan.epsilon_rdp_at(step),
+            "privacy/phase": float(plan.phase_at(max(step - 1, 0))),
+            "support/num_active": float(num_active),
+        }
+        self.keep(step, figures)
+        return figures
+
+    def keep(self, step: int, figures: Mapping[str, float]) -> None:
+        """Keep what was logged at a step."""
+        self.history.append({"step": step, **figures})
 
     def keep_measured(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep what validation measured."""
@@ -63,4 +64,4 @@ class Figures:
             for name, value in metrics.items()
             if not name.startswith(("privacy/", "support/", PREFIX))
         }
-        self.history.append({"step": step, **measured})
+        self.keep(step, measured)

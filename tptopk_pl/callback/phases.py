@@ -80,14 +80,14 @@ class Phases:
 
     def switch_if_due(
         self, plan: TwoPhasePlan, step: int, trainer: Trainer, sampling_key: bytes
-    ) -> bool:
-        """Enter phase 2 after the last warm-up step; whether that happened now.
+    ) -> ScoreAccumulator | None:
+        """Enter phase 2 after the last warm-up step; if that happened now, what the warm-up left.
 
         The support is chosen on rank 0, from released gradients alone.
         """
         has_warmup = METHODS[plan.method].has_warmup
         if self.support is not None or not has_warmup or step < plan.warmup_steps:
-            return False
+            return None
         chosen = self._choose(plan, sampling_key) if trainer.is_global_zero else None
         self._confine(trainer.strategy.broadcast(chosen))
         assert self.support is not None
@@ -95,8 +95,8 @@ class Phases:
         restart_averages(trainer.callbacks, trainer.lightning_module)
         self._lr_factor = self._settings.phase2_lr_factor
         scale_learning_rates(self._optimizer, self._lr_factor)
-        self._warmup = None
-        return True
+        warmup, self._warmup = self._warmup, None
+        return warmup
 
     def _choose(self, plan: TwoPhasePlan, sampling_key: bytes) -> Tensor:
         if plan.method == "tp_rand":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,8 @@ class Probe:
                 raise
             except Exception as error:
                 return ProbeResult([_fails("synthetic records", error)])
+            with suppress(Exception):  # shows the engine what is not one row per record
+                self._gradients(self._records()[:1])
             # Caches that are made on the first batch, from shapes alone, are no data.
             before = {
                 name: before[name] if name in before and before[name].shape == made.shape else made

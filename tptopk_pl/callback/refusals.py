@@ -103,6 +103,7 @@ def _of_hooks(module: LightningModule) -> list[str]:
 def of_layers(module: nn.Module) -> list[str]:
     """Refusals of layers whose output for one example depends on the others, or on past ones."""
     found = []
+    mixing = []
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, _InstanceNorm):
@@ -112,10 +113,7 @@ def of_layers(module: nn.Module) -> list[str]:
                     "track_running_stats=False."
                 )
         elif isinstance(layer, _BatchNorm):
-            found.append(
-                f"{name} ({kind}) mixes the examples of a batch: convert the network with "
-                "opacus.validators.ModuleValidator.fix(network), which puts GroupNorm there."
-            )
+            mixing.append(f"{name} ({kind})")
         if isinstance(layer, Metric) and any(layer._persistent.values()):
             found.append(
                 f"{name} ({kind}) would carry sums over raw data into checkpoints: leave its "
@@ -125,6 +123,15 @@ def of_layers(module: nn.Module) -> list[str]:
             found.append(f"{name or 'The module'} is compiled: pass the plain module.")
     if getattr(module, "_compiler_ctx", None) is not None:
         found.append("The LightningModule is compiled: pass the plain module.")
+    if mixing:
+        more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
+        found.insert(
+            0,
+            f"BatchNorm mixes the examples of a batch, in {', '.join(mixing[:3])}{more}: convert "
+            "the network with opacus.validators.ModuleValidator.fix(network), which puts GroupNorm "
+            "there; a frozen torchvision network keeps its statistics if it is built with "
+            "norm_layer=torchvision.ops.FrozenBatchNorm2d.",
+        )
     return found
 
 

@@ -47,7 +47,8 @@ def undone(module: nn.Module) -> Iterator[None]:
     """Restore generators, tensors, train modes, gradients and plain attributes afterwards."""
     before = state(module)
     modes = [(m, m.training) for m in module.modules()]
-    attributes = [(m, _plain_attributes(m)) for m in module.modules()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors(module).values()}
+    attributes = [(m, _plain_attributes(m, memo)) for m in module.modules()]
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -66,21 +67,38 @@ def undone(module: nn.Module) -> Iterator[None]:
                 parameter.grad = None
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Copies of what a training step may have counted or collected (metrics keep states so)."""
+def _plain_attributes(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+    """Copies of what a training step may have counted or collected (metrics keep states so).
+
+    ``memo`` is that of ``copy.deepcopy``, one for all modules: what is shared stays shared.
+    """
     kinds = (bool, int, float, str, list, dict, set, tuple, Tensor, type(None))
     internal = nn.Module().__dict__.keys()
     return {
-        name: _copy(value)
+        name: _copy(value, memo)
         for name, value in module.__dict__.items()
         if name not in internal and isinstance(value, kinds)
     }
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value)
+        for part in _parts(value):
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                memo.setdefault(id(part), part.detach().clone())
+            elif not isinstance(part, np.ndarray):
+                # Others hold it too. A copy of a layer would compute with weights that stay as
+                # they are (opacus.layers.DPLSTM keeps a list of its cells).
+                memo.setdefault(id(part), part)
+        return copy.deepcopy(value, memo)
     except Exception:  # what it holds cannot be copied: at least the container can
         return copy.copy(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a nest of containers holds."""
+    if not isinstance(value, dict | list | set | tuple):
+        yield value
+        return
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from _parts(part)

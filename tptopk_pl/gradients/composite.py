@@ -30,7 +30,8 @@ def composite(
 ) -> Any:
     """The output of ``layer``, whose ``forward`` is given, for the records of ``chunk``.
 
-    Tensor arguments whose first dimension is the number of records are mapped, others shared.
+    Tensor arguments whose first dimension is the number of records are mapped, others shared. One
+    that was of another length before (a mask ``[L, L]``, say) stays shared, even where L = n.
 
     Raises:
         ValueError: if no argument has that first dimension, or the module cannot be mapped.
@@ -45,7 +46,7 @@ def composite(
         arguments = signature(_ATTENTION.forward).bind(layer.module, *args, **kwargs).arguments
         forward, args, kwargs, shared = _attention_call(forward, chunk.num_records, arguments)
     values, spec = tree_flatten((args, kwargs))
-    rows = _rows_among(values, chunk.num_records, shared)
+    rows = _rows_among(values, repr(spec), chunk.num_records, shared, layer.shared)
     weights = {position: _copies(chunk, position, detached[position]) for position in active}
     structure: list[Any] = []
 
@@ -69,10 +70,23 @@ def composite(
     return tree_unflatten([next(tensors) if o is None else o[0] for o in others], out_spec)
 
 
-def _rows_among(values: Sequence[Any], n: int, shared: set[int]) -> dict[int, Tensor]:
-    """Those ``values`` that are tensors ``[n, ...]``, by id, without the ids ``shared``."""
-    tensors = [value for value in values if isinstance(value, Tensor) and value.ndim > 0]
-    return {id(t): t for t in tensors if len(t) == n and id(t) not in shared}
+def _rows_among(
+    values: Sequence[Any], spec: str, n: int, shared: set[int], seen: set[tuple[str, int]]
+) -> dict[int, Tensor]:
+    """Those ``values`` that are tensors ``[n, ...]``, by id, without the ids ``shared``.
+
+    ``seen`` are the places, of calls with arguments as in ``spec``, that were not ``[n, ...]`` in
+    some call; it is brought up to date.
+    """
+    tensors = {
+        (spec, place): value
+        for place, value in enumerate(values)
+        if isinstance(value, Tensor) and value.ndim > 0 and id(value) not in shared
+    }
+    rows = {id(t): t for place, t in tensors.items() if len(t) == n and place not in seen}
+    if rows:
+        seen.update(place for place, t in tensors.items() if len(t) != n)
+    return rows
 
 
 def _copies(chunk: Chunk, position: int, parameter: Tensor) -> Tensor:

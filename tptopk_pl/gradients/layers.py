@@ -25,7 +25,10 @@ _RECURRENT: dict[type[nn.Module], str] = {
     nn.RNN: "opacus.layers.DPRNN",
     nn.LSTMCell: "opacus.layers.dp_rnn.DPLSTMCell",
 }
-_MOVE = "Move it into a submodule of its own whose forward uses it."
+_MOVE = (
+    "Move it into a submodule of its own whose forward uses it, or, in a network that you cannot "
+    "edit, call requires_grad_(False) on it."
+)
 
 
 def find_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Layer]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,12 +37,16 @@ class Owned:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that the engine serves as one whole; without a rule, by the composite path."""
+    """A module that the engine serves as one whole; without a rule, by the composite path.
+
+    ``shared`` are the arguments seen so far that are not one row per record.
+    """
 
     name: str
     module: nn.Module
     owned: tuple[Owned, ...]
     rule: Rule | None
+    shared: set[tuple[str, int]] = field(default_factory=set)
 
 
 @contextmanager
@@ -94,17 +98,23 @@ def tapped(
 ) -> Tensor:
     """The output of ``layer``, whose ``forward`` is given, for the records of ``chunk``.
 
+    Input of one row is everybody's (positions, say): each record gets that row.
+
     Raises:
         ValueError: if the first dimension of the layer's input is not the number of records.
     """
     assert layer.rule is not None
     rule, module = layer.rule, layer.module
+    active = [item for item in layer.owned if chunk.is_active(item.position)]
+    name = next((name for name in ("x", "input") if name in kwargs), "")
+    x: Tensor = args[0] if args else kwargs[name]
+    if active and x.ndim >= rule.min_ndim(module) and len(x) == 1:
+        x = x.expand(chunk.num_records, *x.shape[1:])
+        args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
     with substituted(layer.owned, [item.parameter.detach() for item in layer.owned]):
         out = forward(*args, **kwargs)
-    active = [item for item in layer.owned if chunk.is_active(item.position)]
     if not active:
         return out
-    x: Tensor = args[0] if args else kwargs["x" if "x" in kwargs else "input"]
     if x.ndim < rule.min_ndim(module) or len(x) != chunk.num_records:
         raise ValueError(
             f"{layer.name} ({type(module).__name__}) was called on an input of shape "

@@ -12,6 +12,7 @@ ranks, scaled) before decay, momentum or learning rate touch it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ class ScoreAccumulator:
         self.window_total = torch.zeros(num_total, device=device)
         self.window_energy = torch.zeros(2, num_total, device=device)
         self._window_variance = 0.0
+        self._squared_variances = 0.0
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the mean of ``g^2 - s^2`` where ``g`` is noise alone.
+
+        ``g^2 - s^2`` of one step has variance ``2 s^4``.
+        """
+        return math.sqrt(2 * self._squared_variances) / max(self.num_steps, 1)
 
     def add(self, gradient: Tensor, noise_variance: float) -> None:
         """Add one step.
@@ -57,6 +67,7 @@ class ScoreAccumulator:
         self.total.add_(gradient)
         self.window_total.add_(gradient)
         self._window_variance += noise_variance
+        self._squared_variances += noise_variance**2
         self.num_steps += 1
         if self.num_steps % self.window == 0:
             half = (self.num_steps // self.window - 1) % 2  # the first is window 0
@@ -73,6 +84,7 @@ class ScoreAccumulator:
             "window": self.window,
             "num_steps": self.num_steps,
             "window_variance": self._window_variance,
+            "squared_variances": self._squared_variances,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,3 +93,4 @@ class ScoreAccumulator:
             getattr(self, name).copy_(state[name])
         self.window, self.num_steps = state["window"], state["num_steps"]
         self._window_variance = state["window_variance"]
+        self._squared_variances = state["squared_variances"]
