@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -95,7 +96,11 @@ class TrainCLI(LightningCLI):
         """Where this run keeps its files; None under fast_dev_run, which keeps none."""
         if self.trainer.fast_dev_run:
             return None
-        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        folder, logger = self.trainer.log_dir, self.trainer.logger
+        folder = Path(folder or self.trainer.default_root_dir)
+        if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
+            return folder
+        return folder / str(logger.name) / str(logger.version)  # beside this run's checkpoints
 
 
 def _locate_configs(args: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.demos.boring_classes import (
     BoringModel,
     DemoModel,
@@ -21,8 +21,12 @@ from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchvision.models import (
     ConvNeXt,
+    MaxVit,
+    ShuffleNetV2,
     SwinTransformer,
     VisionTransformer,
     resnet18,
@@ -35,6 +39,8 @@ from tptopk_pl import rng
 from tptopk_pl.sampling import PoissonSampler
 from tptopk_pl.units import PrivacyUnits
 
+TABLE = "relative_position_bias_table"
+SWIN = (TABLE, "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias")
 NUM_RECORDS, BATCH, STEPS, WORDS = 24, 8, 3, 20
 DRAW = torch.Generator().manual_seed(0)
 PIXELS = TensorDataset(
@@ -99,9 +105,6 @@ def refusal(module: Any, data: Any) -> str:
         fit(module, data)
     return str(caught.value)
 
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)
-
 
 class Lstm(LightningLSTM):
     """Lightning's demo, smaller, without its download."""
@@ -126,6 +129,32 @@ class Edited(Lstm):
         return {"loss": losses.mean(), "losses": losses}
 
 
+class ManyMetrics(LightningModule):
+    """With collections of torchmetrics, hyperparameters and two losses."""
+
+    def __init__(self, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.network, self.head = nn.Sequential(nn.Flatten(), nn.Linear(768, 8)), nn.Linear(8, 4)
+        scores = {"accuracy": MulticlassAccuracy(4), "f1": MulticlassF1Score(4)}
+        self.training_scores = MetricCollection(scores).clone(prefix="train/")
+        self.validation_scores = self.training_scores.clone(prefix="val/")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = self.network(batch[0])
+        logits = self.head(features)
+        self.training_scores(logits.softmax(1), batch[1])
+        loss = F.cross_entropy(logits, batch[1]) + 0.1 * features.square().mean()
+        self.log("loss", loss)
+        return {"loss": loss, "preds": logits.detach()}
+
+    def on_train_epoch_end(self) -> None:
+        self.training_scores.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["rate"])
+
+
 class Translator(LightningTransformer):
     """Lightning's demo, smaller, without its download."""
 
@@ -145,10 +174,21 @@ def convnext() -> nn.Module:
     return ConvNeXt([CNBlockConfig(8, None, 2)], num_classes=4)
 
 
+def swin() -> nn.Module:
+    return SwinTransformer(
+        [2, 2], 8, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.0, num_classes=4
+    )
+
+
+def maxvit() -> nn.Module:
+    network = MaxVit((16, 16), 8, 4, [8], [1], 4, 0.0, num_classes=4)
+    return ModuleValidator.fix(network)
+
+
 def frozen(network: nn.Module, *names: str) -> nn.Module:
     """As the refusal asks for a network that one cannot edit."""
     for name, parameter in network.named_parameters():
-        if name.split(".")[-1] in names:
+        if name.endswith(names):
             parameter.requires_grad_(False)
     return network
 
@@ -168,8 +208,14 @@ def frozen_backbone() -> nn.Module:
         (lambda: Net(frozen(vit(), "class_token", "pos_embedding")), PIXELS),
         (lambda: Net(frozen(convnext(), "layer_scale")), PIXELS),
         (lambda: Net(frozen_backbone()), PIXELS),
+        (lambda: Net(frozen(swin(), *SWIN)), PIXELS),
+        (lambda: Net(frozen(maxvit(), TABLE)), PIXELS),
+        (ManyMetrics, PIXELS),
     ],
-    ids=["boring", "transformer", "lstm", "vit", "convnext", "frozen_backbone"],
+    ids=[
+        *("boring", "transformer", "lstm", "vit", "convnext", "frozen_backbone"),
+        *("swin", "maxvit", "metrics"),
+    ],
 )
 def test_it_trains_rightly(make: Any, data: Any) -> None:
     torch.manual_seed(1)
@@ -197,9 +243,17 @@ def test_bare_parameters_are_named_with_both_edits(network: Any, name: str) -> N
 
 def test_weights_that_a_functional_attention_takes_are_found() -> None:
     """torchvision's window attention never calls its own linear layers."""
-    network = SwinTransformer([2, 2], 8, [2], [2], [4, 4], num_classes=4)
-    message = refusal(Net(frozen(network, "relative_position_bias_table")), PIXELS)
-    assert "attn.qkv.weight is used outside its own layer" in message
+    message = refusal(Net(frozen(swin(), TABLE)), PIXELS)
+    assert len(message.splitlines()) == 2
+    for name in SWIN[1:]:
+        assert f"network.features.*.*.{name}" in message
+    assert "requires_grad_(False)" in message
+
+
+def test_a_group_of_one_value_is_explained() -> None:
+    """Which is what the conversion of a BatchNorm on maps of one pixel leads to."""
+    network = ModuleValidator.fix(ShuffleNetV2([1, 1, 1], [8, 16, 32, 64, 64], num_classes=4))
+    assert "take fewer groups" in refusal(Net(network), PIXELS)
 
 
 def test_a_recurrent_network_is_refused_until_it_is_edited() -> None:

@@ -502,3 +502,58 @@ def test_an_input_of_one_row_is_every_records() -> None:
     (model(positions) * scale).sum().backward()
     norms = scale.flatten(1).norm(dim=1)
     torch.testing.assert_close(engine.norms(), norms)
+
+
+def test_one_selected_record_is_not_taken_for_everybodys() -> None:
+    """The loss of labelled records alone: its gradient would be cut over all records."""
+    model, x = mlp(), torch.randn(4, 4)
+    engine = armed(model, 4)
+    model(x).sum().backward()
+    engine.begin(torch.arange(4), 4)
+    with pytest.raises(ValueError, match=r"shape \(1, 4\). Expected a first dimension of 4"):
+        model(x[1:2])
+
+
+def test_an_argument_by_record_does_not_become_a_shared_one() -> None:
+    layer = Mix()
+    model, x, masks = nn.ModuleDict({"mix": layer}), torch.randn(4, 2, 3), torch.ones(4, 3, 3)
+    engine = armed(model, 4)
+    layer(x, masks).sum().backward()
+    engine.begin(torch.arange(4), 4)
+    with pytest.raises(ValueError, match=r"mask\[0\] in call 0 has shape \(2, 3, 3\)"):
+        layer(x, masks[:2])
+
+
+def test_calls_of_a_layer_are_told_apart() -> None:
+    """A layer may see records in its first call and what all share in its second."""
+    model, x = mlp(), torch.randn(4, 4)
+    engine = armed(model, 4)
+    for _ in range(2):
+        engine.begin(torch.arange(4), 4)
+        (model(x) * model(torch.ones(1, 4))).sum().backward()
+        ours = engine.weighted_sum(torch.ones(4))
+    engine.end()
+    loss = (model(x) * model(torch.ones(1, 4))).sum()
+    truth = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(ours, torch.cat([t.flatten() for t in truth]))
+
+
+def test_a_shared_argument_stays_shared_under_its_name() -> None:
+    layer = Mix()
+    engine = armed(nn.ModuleDict({"mix": layer}), 1)
+    mask = torch.ones(3, 3).tril()
+    layer(torch.randn(1, 3), mask).sum().backward()
+    engine.begin(torch.arange(3), 3)
+    out = layer(torch.ones(3, 3), mask=mask)
+    torch.testing.assert_close(out, torch.ones(3, 3) @ (mask * layer.weight.detach()))
+
+
+def test_an_output_that_hides_tensors_is_refused() -> None:
+    class Hiding(Mix):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            return {1: super().forward(x, mask)}.values()
+
+    model = nn.ModuleDict({"mix": Hiding()})
+    armed(model, 2)
+    with pytest.raises(ValueError, match="it returns a dict_values"):
+        model["mix"](torch.randn(2, 3), torch.ones(3, 3))

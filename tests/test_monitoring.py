@@ -104,8 +104,8 @@ def test_scalars_by_hand() -> None:
         {
             "support/num_active": 2,
             "support/share": 0.5,
-            "support/share/a.weight": 2 / 3,
-            "support/share/b": 0,
+            "support_share/a.weight": 2 / 3,
+            "support_share/b": 0,
             "support/retained_energy": 0.625,
         }
     )
@@ -119,7 +119,7 @@ def test_a_random_support_keeps_what_lies_on_it() -> None:
 
 def test_an_energy_that_is_not_defined_is_left_out() -> None:
     choice = Choice(Support(torch.tensor([0]), (4,)), ("a",), warmed_up(-HALVES.abs() / 4), True)
-    assert set(choice.scalars()) == {"support/num_active", "support/share", "support/share/a"}
+    assert set(choice.scalars()) == {"support/num_active", "support/share", "support_share/a"}
 
 
 def test_noise_deviation_is_that_of_the_score_of_noise() -> None:
@@ -210,7 +210,7 @@ def test_every_logger_gets_the_scalars_once_at_the_switch(method: str) -> None:
             strict=True,
         )
     }
-    assert {name: switch[f"support/share/{name}"] for name in shares} == pytest.approx(shares)
+    assert {name: switch[f"support_share/{name}"] for name in shares} == pytest.approx(shares)
     kept = [row for row in callback.history if "support/share" in row]
     assert kept == [switch]
     last = [
@@ -249,7 +249,7 @@ def test_csv_gets_the_scalars(tmp_path: Path) -> None:
     rows = [row for row in csv.DictReader(table.read_text().splitlines()) if row["support/share"]]
     assert [int(row["step"]) for row in rows] == [WARMUP_STEPS]
     assert float(rows[0]["support/share"]) == pytest.approx(35 / 178)
-    assert rows[0]["support/share/network.0.weight"]
+    assert rows[0]["support_share/network.0.weight"]
 
 
 def test_a_run_without_a_switch_logs_none() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from hatchling.builders.wheel import WheelBuilder
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import ClassificationModule
-from tptopk_pl import cli
+from tptopk_pl import TwoPhaseSupportCallback, cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -59,12 +59,22 @@ class TinyData(LightningDataModule):
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        names = {"model": ClassificationModule(torch.nn.Linear(4, 2)), "datamodule": TinyData()}
-        exec(compile(block, "README.md", "exec"), names)
-        assert 0 < names["callback"].epsilon <= 3
+    fit, data = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = {"model": ClassificationModule(torch.nn.Linear(4, 2)), "datamodule": TinyData()}
+    exec(compile(fit, "README.md", "exec"), names)
+    assert 0 < names["callback"].epsilon <= 3
+    patients = [number // 2 for number in range(1200)]
+    names |= {"images": torch.randn(1200, 4), "labels": torch.tensor(patients) % 2}
+    of_persons = TwoPhaseSupportCallback(
+        noise_multiplier=1.0, target_delta=1e-5, expected_batch_size=300, max_grad_norm=1.0
+    )
+    loader = {}
+    exec(compile(data, "README.md", "exec"), names | {"patients": patients}, loader)
+    trainer = Trainer(max_steps=1, logger=False, enable_checkpointing=False, callbacks=[of_persons])
+    trainer.fit(
+        ClassificationModule(torch.nn.Linear(4, 2)), loader["loader"], TinyData().val_dataloader()
+    )
+    assert of_persons.plan.num_units == 600
 
 
 def test_the_tptopk_commands_of_the_readme_run(capsys):

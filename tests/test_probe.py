@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from toys import Plain, loader, private, records, trainer
 from tptopk_pl.callback import losses
+from tptopk_pl.callback.company import SIZE
 from tptopk_pl.gradients import GradientEngine
 
 
@@ -701,6 +702,33 @@ def test_a_recurrent_module_passes() -> None:
             return self.head(self.layer(images[:, 0])[0][:, -1])
 
     passes(Net(Recurrent()), loader(TensorDataset(IMAGES, CLASSES)))
+
+
+def test_a_mask_as_long_as_the_probes_company_is_shared() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(36, 8))
+
+        def forward(self, images: Tensor, mask: Tensor) -> Tensor:
+            return images.flatten(1) @ self.weight @ mask
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixing, self.head = Mixing(), nn.Linear(8, 10)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.head(self.mixing(images, torch.ones(SIZE, SIZE).tril()))
+
+    passes(Net(Masked()), loader(TensorDataset(IMAGES, CLASSES)))
+
+
+def test_layers_that_a_module_uses_as_keys_stay_the_same() -> None:
+    module = Net(nn.Sequential(*FLAT_HEAD))
+    module.rates = {module.network: 2.0}
+    passes(module, loader(TensorDataset(IMAGES, CLASSES)))
+    assert module.rates[module.network] == 2.0
 
 
 def test_refusals_name_the_way_out() -> None:

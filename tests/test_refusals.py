@@ -236,6 +236,19 @@ def test_a_monitor_of_a_training_value_is_refused() -> None:
     assert "ReduceLROnPlateau monitors 'train_loss'" in refusal(Plateau())
 
 
+def test_layers_of_several_kinds_are_refused_in_one_message() -> None:
+    """What the engine cannot serve beside BatchNorm, which is named once, and a Trainer option."""
+    module = Plain()
+    module.norm = nn.BatchNorm2d(4)
+    module.recurrent = nn.LSTM(4, 2)
+    message = refusal(module, gradient_clip_val=1.0)
+    assert message.count("BatchNorm mixes") == 1 and message.count("ModuleValidator.fix") == 1
+    assert "opacus.layers.DPLSTM" in message
+    assert "gradient_clip_val" in message
+    del module.norm
+    assert "opacus.layers.DPLSTM" in refusal(module)
+
+
 def test_what_works(tmp_path: Any) -> None:
     """Callbacks on released values and validation metrics; a logger that is not TensorBoard."""
     callback = private(metrics="classification")

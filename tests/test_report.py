@@ -33,6 +33,7 @@ class FakeRun:
     settings: Settings = field(default_factory=Settings)
     history: list[dict[str, float]] = field(default_factory=list)
     step: int = 40
+    parameter_names: tuple[str, ...] = ("first", "second", "third")
 
     @property
     def epsilon(self) -> float:
@@ -93,7 +94,7 @@ def test_summary_says_what_was_spent_on_what() -> None:
     assert summary.support is not None
     assert (summary.support["num_active"], summary.support["num_total"]) == (4, 40)
     shares = summary.support["active_share_by_parameter"]
-    assert shares == [pytest.approx(0.2), 0.0, pytest.approx(2 / 30)]
+    assert shares == pytest.approx({"first": 0.2, "second": 0.0, "third": 2 / 30})
     assert summary.versions["torch"] == torch.__version__.split("+")[0] or summary.versions["torch"]
 
 

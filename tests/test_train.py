@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import train
-from datamodules._published import PublishedImages
+from datamodules import CIFAR10, MNIST, FashionMNIST
 from fake_data import fake
 from models import ClassificationModule, SmallCNN
 
 CONFIGS = sorted((train.CHECKOUT / "configs").glob("*.yaml"))
 EXPERIMENTS = [path for path in CONFIGS if "\nmodel:" in path.read_text()]
-FILES = PublishedImages.__subclasses__()  # the data sets that are read from files
+FILES = (MNIST, FashionMNIST, CIFAR10)  # the data sets that are read from files
 QUICKSTART = ["--config", "configs/quickstart.yaml"]
 COMMANDS = re.findall(r"python train\.py ([^\n`]+)", (train.CHECKOUT / "README.md").read_text())
 
@@ -101,7 +102,6 @@ def test_every_experiment_and_its_twin_train(run, config, method, monkeypatch, t
 
 def test_every_file_in_configs_is_an_experiment_or_the_twin():
     assert {path.name for path in CONFIGS} - {path.name for path in EXPERIMENTS} == {"dp_sgd.yaml"}
-    assert {d.__name__ for d in FILES} == {"MNIST", "FashionMNIST", "CIFAR10"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -149,6 +149,19 @@ def test_a_missing_or_unknown_command_is_one_line(run, capfd):
         assert run(*args) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert "fit" in line and "validate" in line
+
+
+class Tracker(DummyLogger):
+    """A logger without a folder for each run, as those of W&B and MLflow are."""
+
+    save_dir, name, version = "tracked", "digits", "run7"
+
+
+def test_a_run_of_any_logger_has_a_folder_of_its_own(run):
+    options = ["--trainer.max_steps=2", "--trainer.enable_progress_bar=false"]
+    assert run("fit", *QUICKSTART, f"--trainer.logger={__name__}.Tracker", *options) == 0
+    assert Path("tracked/digits/run7/summary.json").is_file()
+    assert list(Path("tracked/digits/run7/checkpoints").glob("*.ckpt"))
 
 
 class FailsLater(ClassificationModule):

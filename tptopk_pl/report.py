@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,8 @@ class Run(Protocol):
     def epsilon(self) -> float: ...  # noqa: D102
     @property
     def step(self) -> int: ...  # noqa: D102
+    @property
+    def parameter_names(self) -> Sequence[str]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class RunSummary:
             plan=plan.to_dict(),
             settings=asdict(callback.settings),
             pretrained_weights=pretrained,
-            support=_describe(callback.support),
+            support=_describe(callback.support, callback.parameter_names),
             metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
             history=callback.history,
             versions={name: version(name) for name in _VERSIONS},
@@ -175,17 +178,13 @@ def _on_pretrained(weights: dict[str, Any] | None) -> str:
     )
 
 
-def _describe(support: Support | None) -> dict[str, Any] | None:
+def _describe(support: Support | None, names: Sequence[str]) -> dict[str, Any] | None:
     if support is None:
         return None
-    shares = [
-        len(local) / max(size, 1)
-        for local, size in zip(support.split(), support.sizes, strict=True)
-    ]
     return {
         "num_total": support.num_total,
         "num_active": support.num_active,
-        "active_share_by_parameter": shares,
+        "active_share_by_parameter": dict(zip(names, support.shares(), strict=True)),
     }
 
 

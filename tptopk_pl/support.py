@@ -7,6 +7,8 @@ each flattened in its logical (row-major) order. Notation of Zhang and Xie (arXi
 >>> support = Support(torch.tensor([0, 4, 5]), sizes=(4, 3))
 >>> [local.tolist() for local in support.split()]
 [[0], [0, 1]]
+>>> support.shares()
+[0.25, 0.6666666666666666]
 >>> support.num_active, support.num_total, support.is_dense
 (3, 7, False)
 """
@@ -76,6 +78,12 @@ class Support:
         return [
             self.indices[low:high] - offset
             for low, high, offset in zip(cuts[:-1], cuts[1:], offsets[:-1], strict=True)
+        ]
+
+    def shares(self) -> list[float]:
+        """Active share ``k_p / numel`` of each parameter."""
+        return [
+            len(local) / max(size, 1) for local, size in zip(self.split(), self.sizes, strict=True)
         ]
 
     def to(self, device: torch.device | str) -> Support:

@@ -144,6 +144,11 @@ class TwoPhaseSupportCallback(Callback):
         return self._phases.support
 
     @property
+    def parameter_names(self) -> list[str]:
+        """Names of the trained parameters, in the order of the support; of the latest fit."""
+        return list(self._engine.parameters)
+
+    @property
     def history(self) -> list[dict[str, float]]:
         """Figures by step, for the run's summary."""
         return self._figures.history
@@ -160,11 +165,13 @@ class TwoPhaseSupportCallback(Callback):
         if stage != "fit":
             return
         given = trainer.fit_loop._data_source.instance  # a loader, if fit was called with one
-        refusals.raise_if_any(
-            refusals.of_trainer(trainer, pl_module)
-            + refusals.of_layers(pl_module)
-            + (loader_refusals(given, trainer.world_size) if isinstance(given, DataLoader) else [])
-        )
+        found = refusals.of_trainer(trainer, pl_module) + refusals.of_layers(pl_module)
+        if isinstance(given, DataLoader):
+            found += loader_refusals(given, trainer.world_size)
+        if found:  # else wait for the optimizer: it tells which parameters are trained
+            with_gradient = {n: p for n, p in pl_module.named_parameters() if p.requires_grad}
+            found += refusals.of_parameters(pl_module, with_gradient)
+        refusals.raise_if_any(found)
         self._trainer, self._module = trainer, pl_module
         self._loader: PoissonLoader | None = None
         self._draw_keys()
@@ -242,6 +249,7 @@ class TwoPhaseSupportCallback(Callback):
         )
         optimizer = trainer.optimizers[0]
         trained = trained_parameters(pl_module, optimizer)
+        refusals.raise_if_any(refusals.of_parameters(pl_module, trained))
         self._guard = Guard(pl_module, optimizer)
         self._engine = GradientEngine(pl_module, trained)
         self._engine.attach()
@@ -383,7 +391,7 @@ class TwoPhaseSupportCallback(Callback):
             return
         assert self.support is not None
         by_score = plan.method != "tp_rand"
-        choice = Choice(self.support, tuple(self._engine.parameters), warmup, by_score)
+        choice = Choice(self.support, self.parameter_names, warmup, by_score)
         scalars = choice.scalars()
         self._figures.keep(self._step, scalars)
         for logger in trainer.loggers:

@@ -62,6 +62,6 @@ class Figures:
         measured = {
             name: float(value)
             for name, value in metrics.items()
-            if not name.startswith(("privacy/", "support/", PREFIX))
+            if not name.startswith(("privacy/", "support", PREFIX))
         }
         self.keep(step, measured)

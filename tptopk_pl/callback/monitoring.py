@@ -48,8 +48,8 @@ class Choice:
             "support/num_active": float(support.num_active),
             "support/share": support.num_active / support.num_total,
         }
-        for name, local, size in zip(self.names, support.split(), support.sizes, strict=True):
-            values[f"support/share/{name}"] = len(local) / max(size, 1)
+        for name, share in zip(self.names, support.shares(), strict=True):
+            values[f"support_share/{name}"] = share
         retained = retained_energy(self.warmup.energy, self._choose)
         return values if retained is None else {**values, "support/retained_energy": retained}
 

@@ -13,6 +13,7 @@ record (half as many if nothing is random).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ _ROUNDING = 1e-5  # of the largest gradient: what a gradient that is truly 0 may
 _INNOCENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.RReLU)
 _COORDINATES = 2**20  # of a gradient, of which all are compared up to that many
 _SIMILAR = 2.0  # factor between mean sizes of gradients that differ by random draws alone
+_NAMES = 4  # of parameters, in a refusal
 _HOSTILE = (math.nan, 1e6, -3.0)  # factors of the others' floating-point values
 
 
@@ -95,14 +97,15 @@ class Probe:
             for layer in self._module.modules():
                 if type(layer) in _INNOCENT:
                     layer.eval()
+            # Shows the engine what is not one row per record.
+            with suppress(Exception), undone(self._module):
+                self._gradients(self._records()[:1])
             try:
                 self._learn_values()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 return ProbeResult([_fails("synthetic records", error)])
-            with suppress(Exception):  # shows the engine what is not one row per record
-                self._gradients(self._records()[:1])
             # Caches that are made on the first batch, from shapes alone, are no data.
             before = {
                 name: before[name] if name in before and before[name].shape == made.shape else made
@@ -283,19 +286,15 @@ class Probe:
         seed_everything(0)
         loss = self._summed_loss(self._batch_of(self._records()), company.SIZE, 0)
         truth = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        found, start = [], 0
+        bypassed, start = [], 0
         rounding = _ROUNDING * float(engine_sum.abs().max())
         for (name, parameter), gradient in zip(parameters.items(), truth, strict=True):
             ours = engine_sum[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             known = torch.zeros_like(ours) if gradient is None else gradient.to(ours.dtype)
             if name in self._engine.bypassed or not self._close(ours, known, rounding):
-                found.append(
-                    f"{name} is used outside its own layer's forward, where its per-example "
-                    "gradient cannot be seen: use it through its layer only (for an L2 penalty, "
-                    "the optimizer's weight_decay)."
-                )
-        return found
+                bypassed.append(name)
+        return [_outside(bypassed)] if bypassed else []
 
     def _try_ignored_labels(self, result: ProbeResult) -> None:
         """Put labels that are commonly ignored into one record, place by place."""
@@ -342,14 +341,36 @@ def _ignoring(value: int) -> str:
     )
 
 
-def _fails(where: str, error: Exception) -> str:
-    advice = (
-        " It must take any record of the data's shapes and types (random texts too: return class "
-        "labels as integers)."
+def _outside(names: Sequence[str]) -> str:
+    """Blocks repeat the same names: a ``*`` stands for their numbers."""
+    patterns = [re.sub(r"\b\d+\b", "*", name) for name in names]
+    shown = list(
+        dict.fromkeys(
+            pattern if patterns.count(pattern) > 1 else name
+            for name, pattern in zip(names, patterns, strict=True)
+        )
     )
+    more = f" and {len(shown) - _NAMES} more" if len(shown) > _NAMES else ""
+    return (
+        f"The per-example gradients of {', '.join(shown[:_NAMES])}{more} cannot be seen, because "
+        "these parameters are used outside their own layers' forward: use them through their "
+        "layers only (for an L2 penalty, the optimizer's weight_decay), or, in a network that you "
+        "cannot edit, call requires_grad_(False) on them."
+    )
+
+
+def _fails(where: str, error: Exception) -> str:
+    advice = ""
+    if isinstance(error, LookupError):
+        advice = (
+            " It must take any record of the data's shapes and types (random texts too: return "
+            "class labels as integers)."
+        )
+    elif "more than 1 value per channel" in str(error):  # opacus' ModuleValidator makes such
+        advice = " Groups of one value are normalized to 0: take fewer groups in its GroupNorm."
     return (
         f"training_step fails on {where}, so that coupled examples cannot be found: "
-        f"{type(error).__name__}: {error}{advice if isinstance(error, LookupError) else ''}"
+        f"{type(error).__name__}: {error}{advice}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -23,6 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
+
+from tptopk_pl.gradients import layer_refusals
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 _CALLBACKS: dict[type[Callback], str] = {
@@ -129,10 +131,22 @@ def of_layers(module: nn.Module) -> list[str]:
             0,
             f"BatchNorm mixes the examples of a batch, in {', '.join(mixing[:3])}{more}: convert "
             "the network with opacus.validators.ModuleValidator.fix(network), which puts GroupNorm "
-            "there; a frozen torchvision network keeps its statistics if it is built with "
-            "norm_layer=torchvision.ops.FrozenBatchNorm2d.",
+            "there (behind a linear layer put nn.LayerNorm); a frozen torchvision network keeps "
+            "its statistics if it is built with norm_layer=torchvision.ops.FrozenBatchNorm2d.",
         )
     return found
+
+
+def of_parameters(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[str]:
+    """Refusals of parameters whose gradients by record are not to be had, or not in this way."""
+    reported = {
+        id(parameter)
+        for layer in module.modules()
+        if isinstance(layer, _BatchNorm | _InstanceNorm)  # by of_layers
+        for parameter in layer.parameters(recurse=False)
+    }
+    rest = {name: p for name, p in trained.items() if id(p) not in reported}
+    return layer_refusals(module, rest)
 
 
 def of_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:

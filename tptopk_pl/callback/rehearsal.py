@@ -100,5 +100,5 @@ def _parts(value: Any) -> Iterator[Any]:
     if not isinstance(value, dict | list | set | tuple):
         yield value
         return
-    for part in value.values() if isinstance(value, dict) else value:
+    for part in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
         yield from _parts(part)

@@ -20,5 +20,6 @@ tensor([0.6000, 0.8000, 1.0000])
 """
 
 from tptopk_pl.gradients.engine import GradientEngine
+from tptopk_pl.gradients.layers import layer_refusals
 
-__all__ = ["GradientEngine"]
+__all__ = ["GradientEngine", "layer_refusals"]

@@ -5,6 +5,7 @@ Legend: ``n`` records, ``U`` units, ``k`` active coordinates, ``f_u`` the factor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,9 @@ class Chunk:
         unit_of_record: int64 ``[n]``, in ``[0, U)``.
         num_units: ``U``.
         selections: by parameter.
+
+    Attributes:
+        calls: how often each layer was called, by name.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Chunk:
         self.num_records = len(unit_of_record)
         self.selections = selections
         self.closed = False
+        self.calls: Counter[str] = Counter()
         self._unit = unit_of_record
         self._num_units = num_units
         self._single = bool((counts <= 1).all())

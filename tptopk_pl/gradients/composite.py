@@ -6,7 +6,7 @@ backward pass sees the same draw. Autograd then delivers the gradient of each re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tptopk_pl.gradients.chunk import Chunk
 from tptopk_pl.gradients.contributions import Rows
@@ -34,7 +34,8 @@ def composite(
     that was of another length before (a mask ``[L, L]``, say) stays shared, even where L = n.
 
     Raises:
-        ValueError: if no argument has that first dimension, or the module cannot be mapped.
+        ValueError: if no argument has that first dimension, if one no longer has (a selection of
+            records), or if the module cannot be mapped.
     """
     detached = {item.position: item.parameter.detach() for item in layer.owned}
     active = [position for position in detached if chunk.is_active(position)]
@@ -46,7 +47,13 @@ def composite(
         arguments = signature(_ATTENTION.forward).bind(layer.module, *args, **kwargs).arguments
         forward, args, kwargs, shared = _attention_call(forward, chunk.num_records, arguments)
     values, spec = tree_flatten((args, kwargs))
-    rows = _rows_among(values, repr(spec), chunk.num_records, shared, layer.shared)
+    call = f"call {chunk.calls[layer.name]}"
+    chunk.calls[layer.name] += 1
+    tensors_at = {
+        f"{name} in {call}": value
+        for name, value in _named_tensors(forward, args, kwargs).items()
+        if id(value) not in shared
+    }
     weights = {position: _copies(chunk, position, detached[position]) for position in active}
     structure: list[Any] = []
 
@@ -59,34 +66,42 @@ def composite(
         with substituted(layer.owned, tensors):
             out, out_spec = tree_flatten(forward(*inner_args, **inner_kwargs))
         # vmap returns tensors alone: what else there is (a None) is put back outside.
-        structure[:] = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in out], out_spec
+        structure[:] = [_constant(leaf) for leaf in out], out_spec
         return [_only_record(leaf) for leaf in out if isinstance(leaf, Tensor)]
 
     with _explained(layer), _mappable_attention():
-        if not rows:
-            raise ValueError(f"no argument has a first dimension of {chunk.num_records}, one row")
+        rows = _rows_among(tensors_at, chunk.num_records, layer.by_record)
         tensors = iter(torch.vmap(one_record, randomness="different")(weights, rows))
     others, out_spec = structure
     return tree_unflatten([next(tensors) if o is None else o[0] for o in others], out_spec)
 
 
-def _rows_among(
-    values: Sequence[Any], spec: str, n: int, shared: set[int], seen: set[tuple[str, int]]
-) -> dict[int, Tensor]:
-    """Those ``values`` that are tensors ``[n, ...]``, by id, without the ids ``shared``.
-
-    ``seen`` are the places, of calls with arguments as in ``spec``, that were not ``[n, ...]`` in
-    some call; it is brought up to date.
-    """
-    tensors = {
-        (spec, place): value
-        for place, value in enumerate(values)
-        if isinstance(value, Tensor) and value.ndim > 0 and id(value) not in shared
+def _named_tensors(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors (not scalars) in each argument, under its name whether it was given or not."""
+    names = [*signature(forward).parameters, *map(str, range(len(args)))]
+    return {
+        f"{name}[{i}]": leaf
+        for name, argument in {**dict(zip(names, args, strict=False)), **kwargs}.items()
+        for i, leaf in enumerate(tree_leaves(argument))
+        if isinstance(leaf, Tensor) and leaf.ndim > 0
     }
-    rows = {id(t): t for place, t in tensors.items() if len(t) == n and place not in seen}
-    if rows:
-        seen.update(place for place, t in tensors.items() if len(t) != n)
-    return rows
+
+
+def _rows_among(
+    tensors: dict[str, Tensor], n: int, by_record: dict[str, bool]
+) -> dict[int, Tensor]:
+    """Those ``tensors`` that are ``[n, ...]``, by id; ``by_record`` is brought up to date."""
+    rows = {place for place, t in tensors.items() if len(t) == n and by_record.get(place, True)}
+    if not rows:
+        raise ValueError(f"no argument has a first dimension of {n}, one row")
+    for place, tensor in tensors.items():
+        if len(tensor) != n and by_record.get(place):
+            raise ValueError(f"{place} has shape {tuple(tensor.shape)}, not one row of {n}")
+        if n > 1 or place not in rows:  # one row for one record says nothing
+            by_record.setdefault(place, place in rows)
+    return {id(tensors[place]): tensors[place] for place in rows}
 
 
 def _copies(chunk: Chunk, position: int, parameter: Tensor) -> Tensor:
@@ -102,6 +117,15 @@ def _copies(chunk: Chunk, position: int, parameter: Tensor) -> Tensor:
 
     copies.register_post_accumulate_grad_hook(deliver)
     return copies
+
+
+def _constant(leaf: Any) -> tuple[Any] | None:
+    """What is no tensor is the same for all records, and kept; None for a tensor."""
+    if isinstance(leaf, Tensor):
+        return None
+    if not isinstance(leaf, bool | int | float | str | None):
+        raise ValueError(f"it returns a {type(leaf).__name__}, not tensors in a tuple or dict")
+    return (leaf,)
 
 
 def _only_record(out: Tensor) -> Tensor:

@@ -37,6 +37,23 @@ def find_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> li
     Raises:
         ValueError: naming each parameter or module that cannot be served, with an edit.
     """
+    layers, refusals = _examine(module, parameters)
+    if refusals:
+        raise ValueError(
+            "These parameters cannot be trained privately:\n"
+            + "\n".join(f"- {text}" for text in refusals)
+        )
+    return layers
+
+
+def layer_refusals(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Each parameter or module that cannot be served, with an edit."""
+    return _examine(module, parameters)[1]
+
+
+def _examine(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> tuple[list[Layer], list[str]]:
     positions = {id(parameter): i for i, parameter in enumerate(parameters.values())}
     refusals = [text for item in parameters.items() if (text := _parameter_refusal(*item))]
     layers: list[Layer] = []
@@ -69,12 +86,7 @@ def find_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> li
         for i, name in enumerate(parameters)
         if i not in found
     ]
-    if refusals:
-        raise ValueError(
-            "These parameters cannot be trained privately:\n"
-            + "\n".join(f"- {text}" for text in refusals)
-        )
-    return layers
+    return layers, refusals
 
 
 def _parameter_refusal(name: str, parameter: nn.Parameter) -> str | None:

@@ -39,14 +39,15 @@ class Owned:
 class Layer:
     """A module that the engine serves as one whole; without a rule, by the composite path.
 
-    ``shared`` are the arguments seen so far that are not one row per record.
+    ``by_record`` tells of each place (a call of a pass, or an argument of it) that was seen whether
+    it holds one row for each record, or the same for all.
     """
 
     name: str
     module: nn.Module
     owned: tuple[Owned, ...]
     rule: Rule | None
-    shared: set[tuple[str, int]] = field(default_factory=set)
+    by_record: dict[str, bool] = field(default_factory=dict)
 
 
 @contextmanager
@@ -98,7 +99,8 @@ def tapped(
 ) -> Tensor:
     """The output of ``layer``, whose ``forward`` is given, for the records of ``chunk``.
 
-    Input of one row is everybody's (positions, say): each record gets that row.
+    Input of one row is everybody's (positions, say): each record gets that row. Where each record
+    had its own before, it is one that was selected, and refused.
 
     Raises:
         ValueError: if the first dimension of the layer's input is not the number of records.
@@ -108,7 +110,11 @@ def tapped(
     active = [item for item in layer.owned if chunk.is_active(item.position)]
     name = next((name for name in ("x", "input") if name in kwargs), "")
     x: Tensor = args[0] if args else kwargs[name]
-    if active and x.ndim >= rule.min_ndim(module) and len(x) == 1:
+    call = f"call {chunk.calls[layer.name]}"
+    chunk.calls[layer.name] += 1
+    if len(x) == chunk.num_records > 1:
+        layer.by_record[call] = True
+    elif active and x.ndim >= rule.min_ndim(module) and len(x) == 1 and call not in layer.by_record:
         x = x.expand(chunk.num_records, *x.shape[1:])
         args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
     with substituted(layer.owned, [item.parameter.detach() for item in layer.owned]):
