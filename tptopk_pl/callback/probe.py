@@ -13,7 +13,6 @@ record (half as many if nothing is random).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,14 +22,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from tptopk_pl.callback import company
+from tptopk_pl.callback import company, findings
 from tptopk_pl.callback.company import Planted, Values
-from tptopk_pl.callback.losses import (
-    IGNORED_LABEL,
-    RETURN_LOSSES,
-    LossWatch,
-    ignored_places,
-)
+from tptopk_pl.callback.losses import IGNORED_LABEL, LossWatch, ignored_places
 from tptopk_pl.callback.rehearsal import generators, seed_everything, state, tensors, undone
 from tptopk_pl.gradients import GradientEngine
 
@@ -43,7 +37,6 @@ _ROUNDING = 1e-5  # of the largest gradient: what a gradient that is truly 0 may
 _INNOCENT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.RReLU)
 _COORDINATES = 2**20  # of a gradient, of which all are compared up to that many
 _SIMILAR = 2.0  # factor between mean sizes of gradients that differ by random draws alone
-_NAMES = 4  # of parameters, in a refusal
 _HOSTILE = (math.nan, 1e6, -3.0)  # factors of the others' floating-point values
 
 
@@ -105,7 +98,7 @@ class Probe:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                return ProbeResult([_fails("synthetic records", error)])
+                return ProbeResult([findings.fails("synthetic records", error)])
             # Caches that are made on the first batch, from shapes alone, are no data.
             before = {
                 name: before[name] if name in before and before[name].shape == made.shape else made
@@ -122,11 +115,11 @@ class Probe:
         """The first finding of each kind of comparison; later ones would follow from it."""
         first = self._gradients(self._records())
         if not self._close(first, self._gradients(self._records())):
-            return [_NOT_REPEATABLE]
+            return [findings.NOT_REPEATABLE]
         if found := self._changed_by_company():
             return found
         if not self._close(first, self._gradients(self._records())):
-            return [_NOT_REPEATABLE]
+            return [findings.NOT_REPEATABLE]
         found = self._changed_by_hostile_company(first)
         if self._draws:  # random layers draw anew when the batch size changes
             self._module.eval()
@@ -216,7 +209,7 @@ class Probe:
             for changed, kept in _halves(seed):
                 others = self._gradients(self._records(seed, changed=changed), seed)
                 if not self._all_close(gradients[kept], others[kept]):
-                    return [_coupled("changes with the other examples of the batch")]
+                    return [findings.coupled("changes with the other examples of the batch")]
         return []
 
     def _changed_by_hostile_company(self, gradients: Tensor) -> list[str]:
@@ -232,7 +225,7 @@ class Probe:
                     continue
                 if not self._all_close(gradients[kept], others[kept]):
                     return [
-                        _coupled("changes when another example holds NaN or a value of 1e6")
+                        findings.coupled("changes when another example holds NaN or a value of 1e6")
                         + " Clamp or replace what belongs to one example, not a mean."
                     ]
         return []
@@ -252,10 +245,12 @@ class Probe:
         try:
             alone = torch.cat([self._gradients([record]) for record in records])
         except Exception as error:
-            return [_fails("a batch of one example, which Poisson sampling draws", error)]
+            return [findings.fails("a batch of one example, which Poisson sampling draws", error)]
         if self._all_close(together, alone) or self._differ_by_draws_alone(records):
             return []
-        return [_coupled("changes with the number of examples in the batch, or their layouts")]
+        return [
+            findings.coupled("changes with the number of examples in the batch, or their layouts")
+        ]
 
     def _differ_by_draws_alone(self, records: Sequence[Any]) -> bool:
         """Whether draws that ``eval()`` leaves on, as an augmentation's, hide the comparison.
@@ -294,7 +289,7 @@ class Probe:
             known = torch.zeros_like(ours) if gradient is None else gradient.to(ours.dtype)
             if name in self._engine.bypassed or not self._close(ours, known, rounding):
                 bypassed.append(name)
-        return [_outside(bypassed)] if bypassed else []
+        return [findings.outside(bypassed)] if bypassed else []
 
     def _try_ignored_labels(self, result: ProbeResult) -> None:
         """Put labels that are commonly ignored into one record, place by place."""
@@ -314,64 +309,9 @@ class Probe:
                     ignored_places(self._batch_of(records), len(records)) == [0]
                 )
                 if is_array or not left_out:
-                    result.refusals.append(_ignoring(value))
+                    result.refusals.append(findings.ignoring(value))
                 else:
                     result.ignored_labels_couple = True
-
-
-_NOT_REPEATABLE = (
-    "training_step gives other gradients for the same records under the same seed: it keeps "
-    "something from batch to batch, or draws from a generator of its own. Take schedules from "
-    "self.global_step and random numbers from torch's, numpy's or Python's global generator."
-)
-
-
-def _coupled(how: str) -> str:
-    return (
-        f"One example's gradient {how} (a sum, a class-weighted mean, ignored labels, batch "
-        f"statistics, MixUp or padding): make examples independent, or {RETURN_LOSSES}."
-    )
-
-
-def _ignoring(value: int) -> str:
-    return (
-        f"One example's gradient changes with the others' ignored labels ({value}), because the "
-        f"mean is over the labels that are left. Even if no label is ignored, {RETURN_LOSSES}, "
-        "each over the labels of its own record."
-    )
-
-
-def _outside(names: Sequence[str]) -> str:
-    """Blocks repeat the same names: a ``*`` stands for their numbers."""
-    patterns = [re.sub(r"\b\d+\b", "*", name) for name in names]
-    shown = list(
-        dict.fromkeys(
-            pattern if patterns.count(pattern) > 1 else name
-            for name, pattern in zip(names, patterns, strict=True)
-        )
-    )
-    more = f" and {len(shown) - _NAMES} more" if len(shown) > _NAMES else ""
-    return (
-        f"The per-example gradients of {', '.join(shown[:_NAMES])}{more} cannot be seen, because "
-        "these parameters are used outside their own layers' forward: use them through their "
-        "layers only (for an L2 penalty, the optimizer's weight_decay), or, in a network that you "
-        "cannot edit, call requires_grad_(False) on them."
-    )
-
-
-def _fails(where: str, error: Exception) -> str:
-    advice = ""
-    if isinstance(error, LookupError):
-        advice = (
-            " It must take any record of the data's shapes and types (random texts too: return "
-            "class labels as integers)."
-        )
-    elif "more than 1 value per channel" in str(error):  # opacus' ModuleValidator makes such
-        advice = " Groups of one value are normalized to 0: take fewer groups in its GroupNorm."
-    return (
-        f"training_step fails on {where}, so that coupled examples cannot be found: "
-        f"{type(error).__name__}: {error}{advice}"
-    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
