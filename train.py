@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tptopk_pl import TwoPhaseSupportCallback
@@ -47,32 +48,73 @@ class TrainCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the command line, configuration files also named relative to the checkout."""
         self.config = parser.parse_args(_locate_configs(sys.argv[1:]))
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if isinstance(path, str | Path):
+            _tensors_of_checkpoint(Path(path))  # LightningCLI opens it next
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a scheduler that LightningCLI would leave out without a word."""
+        """Refuse a scheduler that would be left out without a word; find a folder for the run."""
         if self._get(self.config, "lr_scheduler") and not self._get(self.config, "optimizer"):
             raise ValueError(
                 "lr_scheduler is given without optimizer, and would not be used: give both."
             )
+        trainer = self._get(self.config, "trainer")
+        if not trainer.logger and not trainer.default_root_dir and not trainer.fast_dev_run:
+            taken = Path("runs").glob("version_*")
+            numbers = [int(n) for p in taken if (n := p.name.removeprefix("version_")).isdigit()]
+            trainer.default_root_dir = f"runs/version_{max(numbers, default=-1) + 1}"
+
+    def _check_checkpoint(self) -> None:
+        """Refuse a checkpoint of another network; say that there is none to test."""
+        path = self._get(self.config_init, "ckpt_path")
+        if path is None and self.subcommand != "fit":
+            print("No --ckpt_path is given: the model is as its constructor made it.")
+        saved = _tensors_of_checkpoint(Path(path)) if isinstance(path, str | Path) else None
+        if saved is None or is_overridden("configure_model", self.model):
+            return
+        own = self.model.state_dict()
+        odd = [n for n in {**own, **saved} if _shape(own.get(n)) != _shape(saved.get(n))]
+        if odd:
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is of another network: {len(odd)} tensors have other "
+                f"names or shapes ({odd[0]}, …). Give the configuration of its run."
+            )
+
+    before_fit = before_validate = before_test = before_predict = _check_checkpoint
 
     def fit(self, **kwargs: Any) -> None:
         """Train. Once a step was taken, an error is no longer one of the configuration."""
         try:
             self.trainer.fit(**kwargs)
-        except (ValueError, OSError) as error:
+        except BaseException as error:
             if self.trainer.global_step == 0:
                 raise
-            raise RuntimeError(f"Training failed after step {self.trainer.global_step}.") from error
+            if self.trainer.world_size == 1:  # else ranks might wait for one that is gone
+                with suppress(OSError):  # a full disk, perhaps: still say what was spent
+                    self._summarize()
+            print("Go on with --ckpt_path and a checkpoint of this run.")
+            if isinstance(error, ValueError | OSError | MisconfigurationException):
+                step = self.trainer.global_step
+                raise RuntimeError(f"Training failed after step {step}.") from error
+            raise
+
+    def _summarize(self) -> RunSummary:
+        """Write the summary of the run and say what it cost."""
+        summary = RunSummary.from_run(self._get(self.config_init, "privacy"), self.trainer)
+        folder = self._run_folder()
+        if folder is None or not self.trainer.is_global_zero:
+            return summary
+        if summary.guarantee.startswith("NOT private"):
+            print(summary.guarantee)
+        steps = f"{summary.steps} of {summary.plan['num_steps']} steps"
+        spent = f"{summary.epsilon_spent:.4g} spent in {steps}, δ = {summary.delta:g}"
+        print(f"ε = {summary.epsilon:.4g} for the plan, {spent}.")
+        print("Written:", *summary.write(folder), sep="\n  ")
+        return summary
 
     def after_fit(self) -> None:
         """Write the run's summary, say what it cost, then read the test set once."""
-        folder = self._run_folder()
-        callback = self._get(self.config_init, "privacy")
-        summary = RunSummary.from_run(callback, self.trainer)
-        if folder is not None and self.trainer.is_global_zero:
-            files = summary.write(folder)
-            spent = f"{summary.epsilon_spent:.4g} spent, δ = {summary.delta:g}"
-            print(f"ε = {summary.epsilon:.4g} for the plan, {spent}. Written:", *files, sep="\n  ")
+        summary, folder = self._summarize(), self._run_folder()
         source = self.datamodule or self.model
         if is_overridden("test_step", self.model) and is_overridden("test_dataloader", source):
             results = self.trainer.test(self.model, datamodule=self.datamodule)
@@ -115,6 +157,31 @@ def _locate_configs(args: list[str]) -> list[str]:
     return located
 
 
+def _tensors_of_checkpoint(path: Path) -> dict[str, torch.Tensor] | None:
+    """The module's tensors in a checkpoint, not read yet; None if the Trainer is to find it.
+
+    Nothing in the file is executed.
+    """
+    if not path.exists() and path.name in ("last", "best", "hpc"):
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if "pytorch-lightning_version" in state and isinstance(state["state_dict"], dict):
+            return state["state_dict"]
+    except FileNotFoundError:
+        raise
+    except Exception:  # whatever an unpickler meets in a file that is not its own
+        pass
+    raise ValueError(
+        f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or a damaged one: give another "
+        "file of the run's folder checkpoints."
+    )
+
+
+def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
 # What jsonargparse wraps around the one line that helps.
 _WRAPPING = re.compile(
     r"- Expected a path but .* not accessible or invalid|- Expected a <class 'NoneType'>|Errors:"
@@ -139,6 +206,8 @@ def main() -> int:
             trainer_defaults={"logger": RUNS},
             parser_kwargs={"allow_abbrev": False, "exit_on_error": False},
         )
+    except SIGTERMException:
+        return 143  # as a shell says it; the exception's own code would be success
     except (ArgumentError, ValueError, MisconfigurationException, OSError) as error:
         print(f"train.py: {_one_line(error)}", file=sys.stderr)
         return 2

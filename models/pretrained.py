@@ -35,7 +35,7 @@ def load_public_weights(network: nn.Module, path: str) -> dict[str, Any]:
     content = _read(path)
     own, parameters = network.state_dict(), dict(network.named_parameters())
     found = {_stripped(name, own): tensor for name, tensor in _tensors(content, path).items()}
-    fitting = {n: found[n] for n in own if n in found and found[n].shape == own[n].shape}
+    fitting = {n: found[n] for n in own if n in found and _like(found[n], own[n])}
     new = [name for name in parameters if name not in fitting]
     head = _last_layer(parameters)
     if unmatched := [name for name in new if name not in head]:
@@ -79,14 +79,35 @@ def _tensors(content: bytes, path: str) -> dict[str, Tensor]:
             f"model.pretrained={path!r} is no file of weights: give one that torch.save wrote, "
             "of a state dict or a checkpoint of tensors and plain types."
         ) from error
-    state = state.get("state_dict", state) if isinstance(state, Mapping) else {}
+    state = state if isinstance(state, Mapping) else {}
+    if any("TwoPhaseSupport" in str(name) for name in state.get("callbacks", {})):
+        raise ValueError(
+            f"model.pretrained={path!r} is a checkpoint of training on private records, whose ε "
+            "would not be counted: go on with it by --ckpt_path, or give public weights."
+        )
+    state = state.get("state_dict", state)
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if not tensors:
         raise ValueError(
             f"model.pretrained={path!r} holds no tensors by name: give a state dict, or a "
             "checkpoint that has one under state_dict."
         )
+    odd = [name for name, tensor in tensors.items() if not _is_sound(tensor)]
+    if odd:
+        raise ValueError(
+            f"model.pretrained={path!r} has values that are not finite, or sparse tensors, in "
+            f"{_first(odd)}: give sound weights."
+        )
     return tensors
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and bool(tensor.isfinite().all())
+
+
+def _like(tensor: Tensor, own: Tensor) -> bool:
+    same_kind = tensor.is_floating_point() == own.is_floating_point()
+    return tensor.shape == own.shape and same_kind
 
 
 def _stripped(name: str, own: Iterable[str]) -> str:

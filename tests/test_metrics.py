@@ -1,5 +1,6 @@
 """Metrics of validation and test steps, against numbers worked by hand."""
 
+import math
 from typing import Any
 
 import pytest
@@ -88,3 +89,29 @@ def test_steps_that_return_no_predictions_are_refused_with_the_edit(outputs: Any
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"metrics='classify' in \{classification\}"):
         StepMetrics("classify")
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples:UserWarning")
+@pytest.mark.filterwarnings("ignore:No negative samples in targets:UserWarning")
+@pytest.mark.filterwarnings("ignore:Average precision score for one or more classes was `nan`")
+def test_a_class_without_records_does_not_lower_the_area() -> None:
+    """Perfect scores of classes 0 and 1 of three; with records of one class there is no area."""
+    perfect = {"preds": torch.eye(3)[:2], "target": torch.arange(2)}
+    assert values_of(perfect)["auroc"] == 1.0
+    assert math.isnan(values_of({"preds": torch.eye(3)[:1], "target": torch.arange(1)})["auroc"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"preds": torch.rand(4, 1), "target": torch.ones(4, dtype=torch.int64)},
+        {"preds": torch.tensor([0, 1, 2]), "target": torch.tensor([0, 1, 2])},
+        {"preds": torch.rand(3, 2), "target": torch.tensor([0, 1, 2])},
+        {"preds": torch.rand(3, 2), "target": torch.rand(3)},
+        {"preds": torch.rand(3, 2, 2), "target": torch.tensor([0, 1, 1])},
+    ],
+    ids=["one column", "class ids", "few columns", "float targets", "three dimensions"],
+)
+def test_outputs_that_do_not_fit_are_named(batch: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"metrics='classification' cannot use preds \("):
+        values_of(batch)

@@ -361,3 +361,30 @@ def test_a_missing_file_of_weights_is_one_line(command, capfd):
     assert command("--model.pretrained=none.pt") == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("train.py: model.pretrained='none.pt' cannot be read")
+
+
+def test_a_checkpoint_of_a_private_run_is_no_public_weights(tmp_path):
+    """Its records would be used again, and the second run's ε would not know."""
+    state = {
+        "state_dict": SmallCNN().state_dict(),
+        "callbacks": {"TwoPhaseSupportCallback": {"step": 3}},
+    }
+    torch.save(state, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="private records, whose ε would not be counted"):
+        ClassificationModule(SmallCNN(), pretrained=str(tmp_path / "a.ckpt"))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+    state = SmallCNN().state_dict()
+    state["head.1.bias"][3] = value
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"not finite.*head\.1\.bias"):
+        ClassificationModule(SmallCNN(), pretrained=str(tmp_path / "a.pt"))
+
+
+def test_weights_of_integers_do_not_fit(tmp_path):
+    state = {name: tensor.long() for name, tensor in SmallCNN().state_dict().items()}
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="no match"):
+        ClassificationModule(SmallCNN(), pretrained=str(tmp_path / "a.pt"))

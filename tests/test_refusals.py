@@ -186,6 +186,7 @@ def test_several_optimizers_lbfgs_and_strangers() -> None:
     both = [torch.optim.SGD(Plain().parameters(), lr=0.1)] * 2
     assert "one optimizer, got 2" in of_optimizers(both, Plain())[0]
     assert "LBFGS" in refusal(Plain("LBFGS", schedule=False))
+    assert "SparseAdam" in refusal(Plain("SparseAdam", schedule=False))
     assert "1 parameters of the optimizer" in refusal(Stranger())
 
 

@@ -1,7 +1,11 @@
 """train.py as a user meets it: one real run in a process of its own, the rest in this process."""
 
+import io
+import json
 import os
+import pickle
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +153,66 @@ def test_a_missing_or_unknown_command_is_one_line(run, capfd):
         assert run(*args) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert "fit" in line and "validate" in line
+
+
+def damaged(checkpoint: Path, how: str) -> bytes:
+    content = checkpoint.read_bytes()
+    if how == "cut":
+        return content[: len(content) // 2]
+    if how == "weights alone":
+        file = io.BytesIO()
+        torch.save(SmallCNN().state_dict(), file)
+        return file.getvalue()
+    return {"empty": b"", "text": b"no checkpoint", "code": pickle.dumps(Path.cwd)}[how]
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "text", "code", "weights alone"])
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_damaged_checkpoint_is_one_line(checkpoint, run, capfd, command, how):
+    Path("bad.ckpt").write_bytes(damaged(checkpoint, how))
+    assert run(command, *QUICKSTART, "--ckpt_path=bad.ckpt") == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("train.py: ckpt_path='bad.ckpt' is no checkpoint of a Trainer")
+
+
+def test_a_checkpoint_of_another_network_is_one_line(checkpoint, run, capfd):
+    other = ["--model.network=models.DeepCNN", f"--ckpt_path={checkpoint}"]
+    assert run("test", *QUICKSTART, *other) == 2
+    assert "is of another network" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_to_test_without_a_checkpoint_is_said(run, capfd):
+    assert run("validate", *QUICKSTART, "--trainer.limit_val_batches=1") == 0
+    assert "No --ckpt_path is given" in capfd.readouterr().out
+
+
+def test_without_a_logger_nothing_of_the_user_is_overwritten(run):
+    for name in ("config.yaml", "summary.json"):
+        Path(name).write_text("mine")
+    options = ["--trainer.max_steps=1", "--trainer.logger=false", "--trainer.limit_val_batches=1"]
+    for _ in range(2):
+        assert run("fit", *QUICKSTART, *options, "--trainer.enable_progress_bar=false") == 0
+    assert Path("config.yaml").read_text() == Path("summary.json").read_text() == "mine"
+    for number in (0, 1):
+        for name in ("config.yaml", "summary.json"):
+            assert Path(f"runs/version_{number}", name).is_file()
+
+
+class Terminated(ClassificationModule):
+    """Its process is told to stop after the second step."""
+
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_told_to_stop_says_what_it_spent(run, capfd):
+    options = ["--trainer.max_steps=4", "--trainer.enable_progress_bar=false"]
+    assert run("fit", *QUICKSTART, f"--model={__name__}.Terminated", *options) == 143
+    out = capfd.readouterr().out
+    assert re.search(r"ε = 2\.99\d+ for the plan, [12]\.\d+ spent in [23] of 4 steps", out)
+    assert "Go on with --ckpt_path" in out
+    assert json.loads(Path("runs/version_0/summary.json").read_text())["steps"] in (2, 3)
 
 
 class Tracker(DummyLogger):

@@ -24,8 +24,22 @@ from torchmetrics.classification import (
     MulticlassAveragePrecision,
     MulticlassRecall,
 )
+from torchmetrics.utilities.data import dim_zero_cat
 
 from tptopk_pl._validate import one_of
+
+
+class PresentAUROC(MulticlassAUROC):
+    """The mean of the areas of the classes that have records; NaN if no two have.
+
+    torchmetrics counts a class without records as 0, which a small validation set would show.
+    """
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        """A scalar."""
+        areas: Tensor = super().compute()
+        counts = torch.bincount(dim_zero_cat(self.target), minlength=self.num_classes)
+        return areas[(counts > 0) & (counts < counts.sum())].mean()
 
 
 def classification(preds: Tensor) -> MetricCollection:
@@ -34,10 +48,14 @@ def classification(preds: Tensor) -> MetricCollection:
     The areas know no threshold: without them a high recall may be the threshold's doing alone.
 
     Args:
-        preds: ``[n, c]`` scores of c classes (all but accuracy are means over classes), or ``[n]``
-            scores of the positive class (accuracy and recall at threshold 0.5).
+        preds: ``[n, c]`` scores of c classes (all but accuracy are means over the classes that
+            have records; recall also counts as 0 one that was only predicted), or ``[n]`` scores
+            of the positive class (accuracy and recall at threshold 0.5).
+
+    Raises:
+        ValueError: if they are neither.
     """
-    if preds.ndim == 1:
+    if preds.ndim == 1 and preds.is_floating_point():
         return MetricCollection(
             {
                 "accuracy": BinaryAccuracy(),
@@ -47,12 +65,17 @@ def classification(preds: Tensor) -> MetricCollection:
             },
             compute_groups=False,
         )
+    if preds.ndim != 2 or preds.shape[1] < 2:
+        raise ValueError(
+            f"metrics='classification' cannot use preds {tuple(preds.shape)} of {preds.dtype}: "
+            "return scores [n, c] of c >= 2 classes, or [n] of the positive class."
+        )
     classes = preds.shape[1]
     return MetricCollection(
         {
             "accuracy": MulticlassAccuracy(classes, average="micro"),
             "recall": MulticlassRecall(classes, average="macro"),
-            "auroc": MulticlassAUROC(classes, average="macro"),
+            "auroc": PresentAUROC(classes, average="none"),
             "average_precision": MulticlassAveragePrecision(classes, average="macro"),
         },
         compute_groups=False,
@@ -76,23 +99,35 @@ class StepMetrics:
         if isinstance(metrics, str):
             one_of("metrics", metrics, FACTORIES)
         self._metrics = metrics
+        self._name: str | None = None  # of the factory that made them
 
     @torch.no_grad()
     def update(self, outputs: Any) -> None:
         """Update from one step's output.
 
         Raises:
-            ValueError: if the output has no ``preds`` and ``target``.
+            ValueError: if the output has no ``preds`` and ``target``, or they are of other shapes
+                or types than the named metrics take.
         """
         if not isinstance(outputs, Mapping) or not {"preds", "target"} <= outputs.keys():
             raise ValueError(
                 'metrics needs validation_step and test_step to return {"preds": ..., "target": '
                 f"...}}, got {type(outputs).__name__}: return them, or leave metrics out."
             )
-        preds = outputs["preds"].detach()
+        preds, target = outputs["preds"].detach(), outputs["target"]
         if isinstance(self._metrics, str):
-            self._metrics = FACTORIES[self._metrics](preds)
-        self._metrics.to(preds.device).update(preds, outputs["target"])
+            self._name = self._metrics
+            self._metrics = FACTORIES[self._name](preds)
+        try:
+            self._metrics.to(preds.device).update(preds, target)
+        except (RuntimeError, ValueError) as error:
+            if self._name is None:  # the user's own metrics, and their own words
+                raise
+            raise ValueError(
+                f"metrics={self._name!r} cannot use preds {tuple(preds.shape)} of {preds.dtype} "
+                f"and target {tuple(target.shape)} of {target.dtype}: return scores [n, c], or "
+                "[n] of the positive class, and integer targets [n]."
+            ) from error
 
     def compute_and_reset(self) -> dict[str, Tensor]:
         """The values so far, by name; none if nothing was seen."""

@@ -98,8 +98,9 @@ class RunSummary:
             versions={name: version(name) for name in _VERSIONS},
         )
 
-    def write(self, folder: Path) -> list[Path]:
+    def write(self, folder: str | Path) -> list[Path]:
         """Write ``summary.json`` and ``run.png`` into a folder, which is made if need be."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary, picture = folder / "summary.json", folder / "run.png"
         summary.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")

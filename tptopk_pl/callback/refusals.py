@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 from torchmetrics import Metric
 
 from tptopk_pl.gradients import layer_refusals
@@ -157,6 +157,8 @@ def of_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[st
     found = []
     if isinstance(optimizer, LBFGS):
         found.append("LBFGS evaluates a batch several times: use a first-order optimizer.")
+    if isinstance(optimizer, SparseAdam):
+        found.append("SparseAdam takes sparse gradients, released ones are dense: use Adam.")
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         found.append(
             f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so frozen "
