@@ -789,3 +789,13 @@ def test_tied_layers_train() -> None:
     trainer(callback).fit(Tied(), loader())
     assert callback.support is not None
     assert callback.support.num_total == 36 * 36 + 36 + 74
+
+
+def test_the_plan_is_said_at_the_start(caplog: Any) -> None:
+    """120 records of 60 persons: it counts persons."""
+    data = records()
+    data.privacy_units = [number // 2 for number in range(120)]
+    with caplog.at_level("INFO"):
+        trainer(private(), max_steps=4).fit(Plain(), loader(data))
+    assert "60 privacy units, 12 a step on average, 4 steps (2 of warm-up)" in caplog.text
+    assert "noise multiplier 1: epsilon = " in caplog.text

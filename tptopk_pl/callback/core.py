@@ -221,6 +221,7 @@ class TwoPhaseSupportCallback(Callback):
         units = planning.privacy_units(loader, self.settings, self._trainer.world_size)
         if self.plan is None:
             self.plan = planning.make_plan(self._trainer, self.settings, units.num_units)
+            rank_zero_info(planning.described(self.plan))
             if self.plan.target_delta >= 1 / units.num_units:
                 _logger.warning(
                     "target_delta=%g is not below 1/N = %.2g: it allows the full disclosure of a "

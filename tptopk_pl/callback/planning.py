@@ -42,6 +42,16 @@ def make_plan(trainer: Trainer, settings: Settings, num_units: int) -> TwoPhaseP
     return settings.plan(num_units, num_steps)
 
 
+def described(plan: TwoPhasePlan) -> str:
+    """The plan in a line, for whoever starts the run."""
+    warmup = f" ({plan.warmup_steps:,} of warm-up)" if plan.warmup_steps else ""
+    return (
+        f"Plan: {plan.num_units:,} privacy units, {plan.expected_batch_size:,} a step on average, "
+        f"{plan.num_steps:,} steps{warmup}, noise multiplier {plan.noise_multiplier:.3g}: "
+        f"epsilon = {plan.epsilon:.4g} at delta = {plan.target_delta:g} when all are run."
+    )
+
+
 def poisson_loader(
     loader: Any,
     units: PrivacyUnits,
