@@ -799,3 +799,13 @@ def test_the_plan_is_said_at_the_start(caplog: Any) -> None:
         trainer(private(), max_steps=4).fit(Plain(), loader(data))
     assert "60 privacy units, 12 a step on average, 4 steps (2 of warm-up)" in caplog.text
     assert "noise multiplier 1: epsilon = " in caplog.text
+
+
+def test_noise_of_torchs_generator_is_remembered_after_a_resume(tmp_path: Any) -> None:
+    first = trainer(private(secure_rng=False), Saver(tmp_path, 3), max_steps=6, max_epochs=-1)
+    first.fit(Plain(), loader())
+    resumed = private()
+    again = trainer(resumed, max_steps=6, max_epochs=-1)
+    again.fit(Plain(), loader(), ckpt_path=tmp_path / "step=3.ckpt", weights_only=True)
+    assert resumed.step == 6 and not resumed.noise_is_cryptographic
+    assert private().noise_is_cryptographic

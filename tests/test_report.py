@@ -21,7 +21,6 @@ class Settings:
     seed: int | None = None
     max_grad_norm: float = 1.0
     active_ratio: float = 0.1
-    secure_rng: bool = True
 
 
 @dataclass
@@ -33,6 +32,7 @@ class FakeRun:
     settings: Settings = field(default_factory=Settings)
     history: list[dict[str, float]] = field(default_factory=list)
     step: int = 40
+    noise_is_cryptographic: bool = True
     parameter_names: tuple[str, ...] = ("first", "second", "third")
 
     @property
@@ -104,7 +104,7 @@ def test_a_private_run_states_its_guarantee() -> None:
     assert "add/remove" in guarantee
     assert "Validation and test data have none" in guarantee
     assert "not cryptographic" not in guarantee
-    plain = RunSummary.from_run(finished(PRIVATE, settings=Settings(secure_rng=False)), TRAINER)
+    plain = RunSummary.from_run(finished(PRIVATE, noise_is_cryptographic=False), TRAINER)
     assert "not cryptographic" in plain.guarantee
 
 

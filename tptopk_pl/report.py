@@ -27,6 +27,7 @@ class Run(Protocol):
     support: Support | None
     history: list[dict[str, float]]
     settings: Any
+    noise_is_cryptographic: bool
 
     @property
     def epsilon(self) -> float: ...  # noqa: D102
@@ -165,7 +166,7 @@ def _guarantee(callback: Run, plan: TwoPhasePlan) -> str:
         return "NOT private: no noise was added."
     if callback.settings.seed is not None:
         return "NOT private: the noise came from a known seed. With secret noise: " + STATEMENT
-    if not callback.settings.secure_rng:
+    if not callback.noise_is_cryptographic:
         return STATEMENT + " The noise came from torch's generator, which is not cryptographic."
     return STATEMENT
 

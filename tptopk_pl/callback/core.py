@@ -73,6 +73,7 @@ class TwoPhaseSupportCallback(Callback):
         plan: what decides the guarantee; None before a fit.
         epsilon: ε spent so far (PLD, add/remove one unit).
         support: the coordinates of phase 2; None before the switch.
+        noise_is_cryptographic: that of every step, those before a checkpoint included.
 
     Raises:
         ValueError: if an argument is outside its range.
@@ -130,6 +131,7 @@ class TwoPhaseSupportCallback(Callback):
         self._phases = Phases(self.settings)
         self._step = 0
         self._seeded = seed is not None
+        self.noise_is_cryptographic = secure_rng
         self._resumed = False
         self._undo = ExitStack()
 
@@ -522,6 +524,7 @@ class TwoPhaseSupportCallback(Callback):
             "plan": None if self.plan is None else self.plan.to_dict(),
             "step": self._step,
             "seeded": self._seeded,
+            "noise_is_cryptographic": self.noise_is_cryptographic,
             "phases": self._phases.state_dict(),
             "history": list(self.history),
         }
@@ -532,6 +535,7 @@ class TwoPhaseSupportCallback(Callback):
         self.plan = None if plan is None else TwoPhasePlan.from_dict(plan)
         self._step = state_dict["step"]
         self._seeded = self._seeded or state_dict["seeded"]
+        self.noise_is_cryptographic &= state_dict["noise_is_cryptographic"]
         self._phases.load_state_dict(state_dict["phases"])
         self._figures.history = list(state_dict["history"])
         self._resumed = True
