@@ -185,15 +185,16 @@ def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
 # What jsonargparse wraps around the one line that helps.
 _WRAPPING = re.compile(
     r"- Expected a path but .* not accessible or invalid|- Expected a <class 'NoneType'>|Errors:"
-    r"|Does not validate against any of the Union subtypes|Subtypes: .*|Given value type: .*"
+    r"|Subtypes: .*|Given value type: .*"
     r"|Given value: (NestedArg|Namespace)\(.*"
 )
 
 
 def _one_line(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
+    text = str(error).replace("Does not validate against any of the Union subtypes", "")
+    lines = (line.strip() for line in text.splitlines())
     kept = (line.removeprefix("- ") for line in lines if line and not _WRAPPING.fullmatch(line))
-    return re.sub(r"<class '([\w.]+)'>", r"\1", " ".join(kept))
+    return re.sub(r"<class '([\w.]+)'>", r"\1", " ".join(kept).replace('": - ', '": '))
 
 
 def main() -> int:

@@ -128,6 +128,7 @@ def test_the_commands_of_the_readme_are_understood(run, command, capsys):
         (["--privacy.noise_multiplier=1"], "noise_multiplier"),  # beside target_epsilon
         (["--model.network.activation=gelu"], "gelu"),
         (["--model.network=models.Nothing"], "Nothing"),
+        (["--data=datamodules.Nothing"], 'Parser key "data": Problem with given class_path'),
         (["--data.batch_size=0"], "batch_size=0"),
         (["--trainer.gradient_clip_val=1"], "gradient_clip_val"),
         (["--lr_scheduler=ConstantLR"], "lr_scheduler is given without optimizer"),
