@@ -413,7 +413,8 @@ def test_every_process_draws_fresh_keys(tmp_path: Any) -> None:
     assert len(spies[1].gradients) == 15
     assert not torch.allclose(spies[0].gradients[5], spies[1].gradients[0])
     state = torch.load(path, weights_only=True)["callbacks"]["TwoPhaseSupportCallback"]
-    assert set(state) == {"plan", "step", "seeded", "phases", "history"}
+    kept = {"plan", "step", "seeded", "noise_is_cryptographic", "phases", "history"}
+    assert set(state) == kept
     assert set(state["phases"]) == {"support", "warmup", "lr_factor"}
     numbers = (int, float, str, type(None), torch.Tensor)
     assert all(isinstance(leaf, numbers) for leaf in tree_leaves(state))
