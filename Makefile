@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 
 demo: $(READY)
 	$(BIN)/python train.py fit --config configs/quickstart.yaml
@@ -17,6 +17,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/scaling.py
 
 # Installs again only when what is to be installed has changed.
 $(READY): pyproject.toml constraints.txt

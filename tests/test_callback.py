@@ -415,7 +415,7 @@ def test_every_process_draws_fresh_keys(tmp_path: Any) -> None:
     state = torch.load(path, weights_only=True)["callbacks"]["TwoPhaseSupportCallback"]
     kept = {"plan", "step", "seeded", "noise_is_cryptographic", "phases", "history"}
     assert set(state) == kept
-    assert set(state["phases"]) == {"support", "warmup", "lr_factor"}
+    assert set(state["phases"]) == {"support", "warmup", "lr_factor", "choices"}
     numbers = (int, float, str, type(None), torch.Tensor)
     assert all(isinstance(leaf, numbers) for leaf in tree_leaves(state))
     # Global seeds do not reach the noise either.

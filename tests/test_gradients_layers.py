@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import reference
-from tptopk_pl.gradients import GradientEngine
+from tptopk_pl.gradients import GradientEngine, contributions
 from tptopk_pl.support import Support
 
 EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None, database=None)
@@ -44,9 +44,13 @@ def assert_matches(
     *,
     support: Support | None = None,
     units: list[int] | None = None,
+    option: str = "",
     tolerance: float = 1e-5,
 ) -> None:
-    """Norms, a weighted sum and the single gradients by record, engine against reference."""
+    """Norms, a weighted sum and the single gradients by record, engine against reference.
+
+    Layers that have the `option` take it, others their first.
+    """
     n = len(inputs[0])
     units = list(range(n)) if units is None else units
     num_units = max(units) + 1
@@ -60,8 +64,10 @@ def assert_matches(
     if support is not None:
         expected = expected[:, support.indices]
 
-    engine = GradientEngine(nn.ModuleList([model]), trained(model))
+    whole = nn.ModuleList([model])
+    engine = GradientEngine(whole, trained(model))
     engine.set_support(support)
+    engine.choices = {f"{name}.weight": option for name, _ in whole.named_modules()}
     engine.attach()
     engine.begin(torch.tensor(units), num_units)
     out = call(model, *inputs)
@@ -86,12 +92,13 @@ def assert_matches(
 
 
 def check(model: nn.Module, *inputs: Tensor, call: Any = None, units: Any = None) -> None:
-    """Dense and masked, many coordinates and few."""
+    """Dense and masked, many coordinates and few, in each way that needs no compiler."""
     call = call or (lambda module, *args: module(*args))
-    assert_matches(model, call, inputs, units=units)
-    for ratio in (0.3, 0.03):
+    for option in ("rows", "gram"):
+        assert_matches(model, call, inputs, units=units, option=option)
+    for ratio, option in ((0.3, "rows"), (0.3, "sparse"), (0.03, "sparse")):
         support = random_support(model, ratio)
-        assert_matches(model, call, inputs, units=units, support=support)
+        assert_matches(model, call, inputs, units=units, support=support, option=option)
 
 
 def batch(*shape: int) -> Tensor:
@@ -131,6 +138,7 @@ def convolutions(draw: Any, transposed: bool) -> tuple[nn.Module, Tensor]:
     return layer, batch(3, channels[0], *lengths)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 @EXAMPLES
 @given(convolutions(transposed=False))
 def test_convolution(drawn: tuple[nn.Module, Tensor]) -> None:
@@ -159,7 +167,7 @@ def test_inputs_may_be_given_by_name() -> None:
 
 
 def test_convolution_in_blocks_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tptopk_pl.gradients.contributions._BLOCK_ELEMENTS", 200)
+    monkeypatch.setitem(contributions._BLOCK_ELEMENTS, "cpu", 200)
     check(nn.Conv2d(2, 3, 3, padding=1), batch(5, 2, 4, 4))
 
 

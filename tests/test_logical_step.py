@@ -51,6 +51,7 @@ class Setting:
         self.net = nn.Linear(6, 3) if net is None else net
         engine = GradientEngine(self.net, dict(self.net.named_parameters()))
         engine.attach()
+        self.num_active = engine.num_active
         self.mechanism = GaussianMechanism(1, None)
         sampler = PoissonSampler(
             PrivacyUnits(range(len(dataset)) if units is None else units),
@@ -75,8 +76,12 @@ class Setting:
     def sum(self) -> Tensor:
         """The clipped sum of one step, ``[d]``."""
         next(self.batches)
-        self.logical_step.run(0, C, torch.device("cpu"))
-        return self.mechanism.release(0, 0.0, C)
+        device = torch.device("cpu")
+        self.mechanism.begin_step(
+            0, noise_multiplier=0.0, max_grad_norm=C, num_active=self.num_active, device=device
+        )
+        self.logical_step.run(0, device)
+        return self.mechanism.release()
 
 
 def data(n: int = N, labels: dict[int, int] | None = None, nans: tuple[int, ...] = ()) -> Any:

@@ -70,6 +70,19 @@ def test_infinite_c_clips_nothing() -> None:
 # ---------------------------------------------------------------------- release
 
 
+def begin(
+    mechanism: GaussianMechanism,
+    k: int,
+    *,
+    step: int = 0,
+    sigma: float = 1.0,
+    max_grad_norm: float = 0.4,
+) -> None:
+    mechanism.begin_step(
+        step, noise_multiplier=sigma, max_grad_norm=max_grad_norm, num_active=k, device=CPU
+    )
+
+
 def released(
     k: int = 20_000,
     *,
@@ -82,8 +95,8 @@ def released(
     secure_rng: bool = True,
 ) -> Tensor:
     mechanism = GaussianMechanism(batch_size, key, reduce=reduce, secure_rng=secure_rng)
-    mechanism.begin_step(k, CPU)
-    return mechanism.release(step, sigma, max_grad_norm)
+    begin(mechanism, k, step=step, sigma=sigma, max_grad_norm=max_grad_norm)
+    return mechanism.release()
 
 
 def fits(noise: Tensor) -> float:
@@ -119,8 +132,8 @@ def test_only_rank_zero_adds_noise() -> None:
         for rank in range(3)
     ]
     for rank in ranks:
-        rank.begin_step(20_000, CPU)
-    totals = [rank.release(0, 2.0, 0.5) for rank in ranks]
+        begin(rank, 20_000, sigma=2.0, max_grad_norm=0.5)
+    totals = [rank.release() for rank in ranks]
     assert totals[1].equal(torch.zeros(20_000))
     assert totals[2].equal(torch.zeros(20_000))
     assert fits(torch.stack(totals).sum(0) * 8) > 1e-3
@@ -212,11 +225,11 @@ def test_a_step_equals_the_equations(
         support = Support(torch.tensor([0, 3, 11, 21, 25, 30, 37]), sizes)
         engine.set_support(support)
     mechanism = GaussianMechanism(6, KEY)
-    mechanism.begin_step(support.num_active, CPU)
+    begin(mechanism, support.num_active, step=4, sigma=sigma, max_grad_norm=max_grad_norm)
     for units in chunks:
         run_chunk(engine, network, units)
-        mechanism.add_chunk(engine, max_grad_norm)
-    result = mechanism.release(4, sigma, max_grad_norm)
+        mechanism.add_chunk(engine)
+    result = mechanism.release()
     engine.end()
     mask = torch.zeros(support.num_total)
     mask[support.indices] = 1
@@ -242,10 +255,10 @@ def test_a_poisoned_unit_adds_nothing_and_a_huge_one_at_most_c(poison: float) ->
     sums = []
     for units in ((0, 1, 2), (0, 2)):
         mechanism = GaussianMechanism(6, None)
-        mechanism.begin_step(18, CPU)
+        begin(mechanism, 18)
         run_chunk(engine, network, units, inputs)
-        mechanism.add_chunk(engine, 0.4)
-        sums.append(mechanism.release(0, 1.0, 0.4))
+        mechanism.add_chunk(engine)
+        sums.append(mechanism.release())
     assert torch.isfinite(sums[0]).all()
     influence = float((sums[0] - sums[1]).norm()) * 6
     if math.isfinite(poison):
@@ -263,20 +276,20 @@ def test_what_an_interrupted_step_summed_is_discarded(
     for interrupted in (True, False):
         mechanism = GaussianMechanism(6, None)
         if interrupted:
-            mechanism.begin_step(engine.num_active, CPU)
+            begin(mechanism, engine.num_active)
             run_chunk(engine, network, (0, 1))
-            mechanism.add_chunk(engine, 0.4)
-        mechanism.begin_step(engine.num_active, CPU)
+            mechanism.add_chunk(engine)
+        begin(mechanism, engine.num_active)
         run_chunk(engine, network, (0, 2))
-        mechanism.add_chunk(engine, 0.4)
-        results.append(mechanism.release(0, 1.0, 0.4))
+        mechanism.add_chunk(engine)
+        results.append(mechanism.release())
     assert results[0].equal(results[1])
     assert results[0].abs().max() > 0
 
 
 def test_a_sum_is_released_once() -> None:
     mechanism = GaussianMechanism(6, None)
-    mechanism.begin_step(3, CPU)
-    mechanism.release(0, 1.0, 0.4)
+    begin(mechanism, 3)
+    mechanism.release()
     with pytest.raises(AssertionError):
-        mechanism.release(1, 1.0, 0.4)
+        mechanism.release()

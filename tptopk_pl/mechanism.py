@@ -15,6 +15,8 @@ tensor([1.0000, 0.2498, 0.0000])
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
 class GaussianMechanism:
     """Collects one logical step's chunks and releases its privatized mean gradient.
 
+    The noise is drawn while forward and backward passes run: its size is known before them.
+
     Args:
         expected_batch_size: ``B``.
         noise_key: key of the noise stream on rank 0, None on every other rank.
@@ -57,31 +61,52 @@ class GaussianMechanism:
     ) -> None:
         self._batch_size = expected_batch_size
         self._noise_key, self._secure_rng, self._reduce = noise_key, secure_rng, reduce
-        self._sum: Tensor | None = None
+        self._drawing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="noise")
+        self._begun = False
+        self._sum = torch.zeros(0)  # of the chunks so far; its memory serves step after step
+        self._noise: Future[Tensor] | None = None
 
-    def begin_step(self, num_active: int, device: torch.device) -> None:
-        """Start a logical step; whatever an interrupted one left behind is discarded."""
-        self._sum = torch.zeros(num_active, device=device)
-
-    def add_chunk(self, engine: GradientEngine, max_grad_norm: float) -> None:
-        """Add the clipped sum of the whole units whose gradients the engine holds."""
-        assert self._sum is not None
-        factors = clip_factors(engine.norms(), max_grad_norm)
-        self._sum = self._sum + engine.weighted_sum(factors)
-
-    def release(self, step: int, noise_multiplier: float, max_grad_norm: float) -> Tensor:
-        """The step's privatized mean gradient on the support, ``[k]``.
+    def begin_step(
+        self,
+        step: int,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        num_active: int,
+        device: torch.device,
+    ) -> None:
+        """Start a logical step; whatever an interrupted one left behind is discarded.
 
         Args:
             step: 0-based; each step's noise is a stream of its own.
             noise_multiplier: ``sigma``; 0 adds no noise, whatever ``C``.
             max_grad_norm: ``C``.
+            num_active: ``k``.
+            device: of the gradients.
         """
-        assert self._sum is not None
-        total, self._sum = self._sum, None
+        self._begun = True
+        if self._sum.shape == (num_active,) and self._sum.device == device:
+            self._sum.zero_()
+        else:
+            self._sum = torch.zeros(num_active, device=device)
+        self._max_grad_norm, self._noise_std = max_grad_norm, 0.0
+        self._noise = None
         if self._noise_key is not None and noise_multiplier > 0:
-            noise = gaussian_noise(
-                self._noise_key, step, len(total), device=total.device, secure=self._secure_rng
-            )
-            total = (total + noise * (noise_multiplier * max_grad_norm)).to(total.dtype)
+            self._noise_std = noise_multiplier * max_grad_norm
+            draw = partial(gaussian_noise, device=device, secure=self._secure_rng)
+            self._noise = self._drawing.submit(draw, self._noise_key, step, num_active)
+
+    def add_chunk(self, engine: GradientEngine) -> None:
+        """Add the clipped sum of the whole units whose gradients the engine holds."""
+        assert self._begun
+        factors = clip_factors(engine.norms(), self._max_grad_norm)
+        self._sum = engine.weighted_sum(factors, self._sum.to(factors.dtype))
+
+    def release(self) -> Tensor:
+        """The step's privatized mean gradient on the support, ``[k]``; once for each step."""
+        assert self._begun
+        total, self._begun = self._sum, False
+        if self._noise is not None:
+            noise, self._noise = self._noise.result(), None
+            total = noise.mul_(self._noise_std).add_(total).to(total.dtype)
         return self._reduce(total) / self._batch_size

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
@@ -172,8 +173,13 @@ def _checked(record: Any, check: Callable[[Any], None]) -> Any:
 
 
 def _layout(record: Any) -> Hashable:
+    kind = type(record)
+    if kind in (tuple, list):  # what most data sets give; asking pytree would take ten times longer
+        return (kind, *map(_layout, record))
+    if issubclass(kind, Tensor | int | float | str):
+        return _leaf_layout(record)
     leaves, structure = tree_flatten(record)
-    return (repr(structure), *(_leaf_layout(leaf) for leaf in leaves))
+    return (repr(structure), *map(_leaf_layout, leaves))
 
 
 def _leaf_layout(leaf: Any) -> Hashable:

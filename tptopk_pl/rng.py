@@ -23,7 +23,7 @@ from scipy import stats
 
 KEY_BYTES = 32
 _NONCE = bytes(16)  # may be constant: each stream has its own cipher key
-_CHUNK = 1 << 20  # Gaussian pairs at a time; bounds the scratch memory at some 50 MB
+_CHUNK = 1 << 15  # Gaussian pairs at a time: the scratch memory stays in the cache
 
 
 def fresh_key() -> bytes:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -69,13 +71,13 @@ class PoissonSampler:
 
     def chunks(self, step: int) -> list[list[int]]:
         """Record indices of the step's chunks, at least one (perhaps empty)."""
-        chunks: list[list[int]] = [[]]
-        for unit in self.draw(step).tolist():
-            records = self.units.records(unit).tolist()
-            if chunks[-1] and len(chunks[-1]) + len(records) > self.physical_batch_size:
-                chunks.append([])
-            chunks[-1].extend(records)
-        return chunks
+        records, ends = self.units.records(self.draw(step).numpy())
+        cuts, first = [0], 0  # first: of the units that have no chunk yet
+        while first < len(ends):
+            most = np.searchsorted(ends, cuts[-1] + self.physical_batch_size, side="right")
+            first = max(int(most), first + 1)
+            cuts.append(int(ends[first - 1]))
+        return [records[a:b].tolist() for a, b in pairwise(cuts)] or [[]]
 
     def __len__(self) -> int:
         return self.steps_per_pass

@@ -1,8 +1,8 @@
 """Privacy units: whose data a guarantee protects, one or more records each.
 
 >>> units = PrivacyUnits(["ann", "bob", "ann", "cid"])
->>> units.num_units, units.records(0).tolist()
-(3, [0, 2])
+>>> units.num_units, units.records(np.array([0, 2]))[0].tolist()
+(3, [0, 2, 3])
 """
 
 from __future__ import annotations
@@ -58,10 +58,19 @@ class PrivacyUnits:
         largest = int(np.diff(self._starts).max())
         return largest if self._cap is None else min(largest, self._cap)
 
-    def records(self, unit: int) -> IntArray:
-        """Data set indices of one unit's records, int64."""
-        records = self._by_unit[self._starts[unit] : self._starts[unit + 1]]
-        return records if self._cap is None else records[: self._cap]
+    def records(self, units: IntArray) -> tuple[IntArray, IntArray]:
+        """Data set indices of the records of ``units``, one unit after the other.
+
+        Returns:
+            The indices, int64 ``[n]``, and where each unit's end among them, ``[len(units)]``.
+        """
+        starts = self._starts[units]
+        counts = self._starts[units + 1] - starts
+        if self._cap is not None:
+            counts = np.minimum(counts, self._cap)
+        ends = np.cumsum(counts)
+        places = np.arange(counts.sum()) + np.repeat(starts - ends + counts, counts)
+        return self._by_unit[places], ends
 
 
 def _numbered(unit_ids: Sequence[Any] | NDArray[Any]) -> IntArray:

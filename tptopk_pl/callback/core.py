@@ -315,6 +315,7 @@ class TwoPhaseSupportCallback(Callback):
             to_device=self._to_device,
             exclude_ignored_labels=self.probe_result.ignored_labels_couple,
         )
+        self._tune()
         self._switch_if_due()
         self._stop_if_spent()
 
@@ -343,6 +344,12 @@ class TwoPhaseSupportCallback(Callback):
         self._engine.bypassed.clear()
         self._engine.set_support(self.support)
 
+    def _tune(self) -> None:
+        assert self.plan is not None
+        units = self._current_loader().poisson.units
+        records = len(units.unit_of_record) / units.num_units * self.plan.expected_batch_size
+        self._phases.tune(self.plan, self._step, records / self._trainer.world_size)
+
     # ------------------------------------------------------------------ one logical step
 
     def _run_step(self, batch: Any, batch_idx: int, *args: Any) -> Tensor:
@@ -350,10 +357,18 @@ class TwoPhaseSupportCallback(Callback):
 
         Returns a constant with a graph, so that no callback, logger or hook sees a raw loss.
         """
+        assert self.plan is not None
         device = self._module.device
         self._guard.before_step()
+        self._mechanism.begin_step(
+            self._step,
+            noise_multiplier=self.plan.noise_multiplier_at(self._step),
+            max_grad_norm=self._max_grad_norm,
+            num_active=self._engine.num_active,
+            device=device,
+        )
         with self._log.confidential():
-            self._loss = self._logical_step.run(batch_idx, self._max_grad_norm, device)
+            self._loss = self._logical_step.run(batch_idx, device)
         self._guard.after_step()
         self._releasing = True
         return torch.zeros((), device=device, requires_grad=True)
@@ -372,9 +387,9 @@ class TwoPhaseSupportCallback(Callback):
         assert self.plan is not None
         if self._step >= planning.last_step(self.plan, self.settings):
             raise RuntimeError(f"Step {self._step} is beyond the plan: nothing is released.")
-        sigma, clip_norm = self.plan.noise_multiplier_at(self._step), self._max_grad_norm
-        gradient = self._mechanism.release(self._step, sigma, clip_norm)
+        gradient = self._mechanism.release()
         if self.plan.phase_at(self._step) == 1:
+            sigma, clip_norm = self.plan.noise_multiplier_at(self._step), self._max_grad_norm
             std = sigma * clip_norm / self.plan.expected_batch_size if sigma else 0.0
             self._phases.add_released(gradient, std**2, self.plan)
         self._guard.drop_gradients()
@@ -390,7 +405,10 @@ class TwoPhaseSupportCallback(Callback):
         assert self.plan is not None
         trainer, plan = self._trainer, self.plan
         warmup = self._phases.switch_if_due(plan, self._step, trainer, self._sampling_key)
-        if warmup is None or not trainer.is_global_zero:
+        if warmup is None:
+            return
+        self._tune()
+        if not trainer.is_global_zero:
             return
         assert self.support is not None
         by_score = plan.method != "tp_rand"

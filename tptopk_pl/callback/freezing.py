@@ -40,10 +40,10 @@ class FrozenCoordinates:
             if not len(active):
                 parameter.copy_(held)
                 continue
-            moved = parameter.reshape(-1)[active]
+            moved = parameter.reshape(-1).index_select(0, active)
             parameter.copy_(held)
             if parameter.is_contiguous():
-                parameter.view(-1)[active] = moved
+                parameter.view(-1).index_copy_(0, active, moved)
             else:
                 values = held.reshape(-1).clone()
                 values[active] = moved

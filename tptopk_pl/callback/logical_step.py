@@ -77,8 +77,8 @@ class LogicalStep:
         self._exclude_ignored_labels = exclude_ignored_labels
         self._failed: list[list[int]] = []  # the records of units since one was last added
 
-    def run(self, batch_idx: int, max_grad_norm: float, device: torch.device) -> float:
-        """Run all chunks of the step.
+    def run(self, batch_idx: int, device: torch.device) -> float:
+        """Run all chunks of the step that the mechanism has begun.
 
         Returns:
             The sum of the losses: a function of raw data.
@@ -87,11 +87,10 @@ class LogicalStep:
             Exception: whatever the module raised, if all of many units in a row fail.
             MisconfigurationException: if the module uses a weight outside its layer.
         """
-        self._batch_idx, self._max_grad_norm, self._device = batch_idx, max_grad_norm, device
+        self._batch_idx, self._device = batch_idx, device
         self._loader = self._current_loader()
         self._unit_of_record = self._loader.poisson.units.unit_of_record
         self._loss = 0.0
-        self._mechanism.begin_step(self._engine.num_active, device)
         while True:
             chunk = self._loader.take_chunk()
             self._add_chunk(chunk)
@@ -156,7 +155,7 @@ class LogicalStep:
                 loss.backward()
             self._refuse_bypassed()
             self._loss += float(loss.detach())
-            self._mechanism.add_chunk(self._engine, self._max_grad_norm)
+            self._mechanism.add_chunk(self._engine)
             self._any_added = True
         finally:
             self._engine.end()

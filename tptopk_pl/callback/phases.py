@@ -43,6 +43,7 @@ class Phases:
         self._indices: Tensor | None = None  # of the support, until parameters are known
         self._lr_factor = 1.0
         self._frozen: FrozenCoordinates | None = None
+        self._choices: dict[str, str] = {}  # of the phase under way
         self.support: Support | None = None
 
     def begin_fit(
@@ -59,6 +60,18 @@ class Phases:
         self._frozen = None
         if self._indices is not None:
             self._confine(self._indices)
+
+    def tune(self, plan: TwoPhasePlan, step: int, records_per_step: float) -> None:
+        """Choose how each layer gets its gradients until the phase ends.
+
+        A seed fixes the choice; a checkpoint brings that of the run that it goes on with.
+        """
+        if self._choices:
+            self._engine.choices = self._choices
+        elif self._settings.seed is None:
+            last = plan.warmup_steps if plan.phase_at(step) == 1 else plan.num_steps
+            self._engine.tune((last - step) * records_per_step)
+            self._choices = self._engine.choices
 
     def add_released(self, gradient: Tensor, noise_variance: float, plan: TwoPhasePlan) -> None:
         """Score a released warm-up gradient ``[d]``."""
@@ -91,6 +104,7 @@ class Phases:
         chosen = self._choose(plan, sampling_key) if trainer.is_global_zero else None
         self._confine(trainer.strategy.broadcast(chosen))
         assert self.support is not None
+        self._choices = {}
         clear_optimizer_state(self._optimizer, self._parameters, self.support)
         restart_averages(trainer.callbacks, trainer.lightning_module)
         self._lr_factor = self._settings.phase2_lr_factor
@@ -129,12 +143,13 @@ class Phases:
             "support": self._indices,
             "warmup": None if self._warmup is None else self._warmup.state_dict(),
             "lr_factor": self._lr_factor,
+            "choices": self._choices,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` ended."""
         self._lr_factor = state["lr_factor"]
-        self._indices = state["support"]
+        self._indices, self._choices = state["support"], dict(state["choices"])
         if (warmup := state["warmup"]) is not None:
             total = warmup["total"]
             self._warmup = ScoreAccumulator(total.numel(), warmup["window"], total.device)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tptopk_pl.gradients.contributions import Contribution, Rows, Selection
+from tptopk_pl.gradients.contributions import Contribution, Rows, Selection, Units
 from tptopk_pl.gradients.precision import full_precision
 
 
@@ -36,17 +36,11 @@ class Chunk:
         num_units: int,
         selections: Sequence[Selection],
     ) -> None:
-        assert unit_of_record.dtype == torch.int64 and unit_of_record.ndim == 1
-        counts = torch.bincount(unit_of_record, minlength=num_units)
-        assert len(counts) == num_units, "a record names a unit out of range"
+        self._units = Units(unit_of_record, num_units)
         self.num_records = len(unit_of_record)
         self.selections = selections
         self.closed = False
         self.calls: Counter[str] = Counter()
-        self._unit = unit_of_record
-        self._num_units = num_units
-        self._single = bool((counts <= 1).all())
-        self._weight = 1.0 / counts[unit_of_record]
         self._held: dict[int, Contribution] = {}
 
     def is_active(self, position: int) -> bool:
@@ -60,8 +54,8 @@ class Chunk:
                 "A backward pass went through the graph of an earlier physical chunk. "
                 "Detach what is carried from one training step to the next."
             )
-        if not self._single:
-            contribution = Rows(self._average(contribution.rows()))
+        if not self._units.single:
+            contribution = contribution.by_unit(self._units)
         held = self._held.get(position)
         if held is not None:
             contribution = Rows(held.rows() + contribution.rows())
@@ -69,46 +63,41 @@ class Chunk:
 
     def norms(self) -> Tensor:
         """‖m ⊙ mean gradient‖ of each unit: ``[U]``, 0 for a unit without records."""
-        device = self._unit.device
-        with full_precision(device):
-            squares = torch.zeros((), device=device)
+        units = self._units
+        with full_precision(units.of_record.device):
+            squares = torch.zeros((), device=units.of_record.device)
             for contribution in self._held.values():
                 squares = squares + contribution.square_norms()
-            if not self._single:
-                return squares.sqrt().expand(self._num_units).contiguous()
+            if not units.single:
+                return squares.sqrt().expand(units.num_units).contiguous()
             norms = squares.sqrt().expand(self.num_records)
-            return norms.new_zeros(self._num_units).index_copy(0, self._unit, norms)
+            return norms.new_zeros(units.num_units).index_copy(0, units.of_record, norms)
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor, total: Tensor | None = None) -> Tensor:
         """Σ_u f_u · (masked gradient of unit u): ``[k]``, for ``factors`` ``[U]``.
 
-        Rows of factor 0 are left out before the product: 0 · NaN would be NaN.
+        It is added to ``total``, in place, if that is given. Rows of factor 0 are left out before
+        the product: 0 · NaN would be NaN.
         """
-        assert factors.shape == (self._num_units,)
-        if self._single:
-            factors = factors[self._unit]
+        assert factors.shape == (self._units.num_units,)
+        if self._units.single:
+            factors = factors[self._units.of_record]
         kept = factors.nonzero().flatten()
         some_left_out = len(kept) < len(factors)
         if some_left_out:
             factors = factors[kept]
-        parts = [torch.empty(0, device=factors.device)]
+        sizes = [selection.num_active for selection in self.selections]
+        total = factors.new_zeros(sum(sizes)) if total is None else total
         with full_precision(factors.device):
-            for position, selection in enumerate(self.selections):
+            for position, part in enumerate(total.split(sizes)):
                 contribution = self._held.get(position)
-                if contribution is None:
-                    parts.append(factors.new_zeros(selection.num_active))
-                    continue
-                if some_left_out:
-                    contribution = contribution.select(kept)
-                parts.append(contribution.weighted_sum(factors))
-        return torch.cat(parts)
+                if contribution is not None:
+                    if some_left_out:
+                        contribution = contribution.select(kept)
+                    part.add_(contribution.weighted_sum(factors))
+        return total
 
     def close(self) -> None:
         """Free the gradients and refuse later ones."""
         self.closed = True
         self._held.clear()
-
-    def _average(self, rows: Tensor) -> Tensor:
-        """Mean over each unit's records of ``rows`` ``[n, k]``: ``[U, k]``."""
-        weighted = rows * self._weight.to(rows.dtype)[:, None]
-        return rows.new_zeros(self._num_units, rows.shape[1]).index_add_(0, self._unit, weighted)

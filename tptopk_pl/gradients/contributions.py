@@ -1,7 +1,8 @@
 """What one call of a layer contributes to the gradients of one parameter, record by record.
 
-Legend: ``n`` records, ``k`` active coordinates of the parameter, ``g`` the gradient of the layer's
-output, ``x`` its input, ``M`` the 0/1 mask of the active coordinates in the parameter's shape.
+Legend: ``n`` records, ``U`` units, ``k`` active coordinates of the parameter, ``g`` the gradient of
+the layer's output, ``x`` its input, ``M`` the 0/1 mask of the active coordinates in the parameter's
+shape.
 
 A contribution answers three questions (squared norms, weighted sum, the rows themselves) and may
 answer the first two without ever holding the rows.
@@ -9,23 +10,24 @@ answer the first two without ever holding the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-# Elements of the largest temporary a blockwise computation may hold: 64 MiB of float32, large
-# enough to keep matrix products busy and small beside the activations of a typical chunk.
-_BLOCK_ELEMENTS = 2**24
+_T = TypeVar("_T")
+
+# Elements of the largest temporary of a blockwise computation. On a CPU it stays in the cache, and
+# in memory that the allocator hands out again: a fresh page costs more than the arithmetic on it.
+# An accelerator needs blocks large enough to fill it (64 MiB).
+_BLOCK_ELEMENTS = {"cpu": 2**18}
+_BLOCK_ELEMENTS_ELSEWHERE = 2**24
 
 # Columns summed at once in a norm. PyTorch adds a row up in one float32 accumulator per lane:
 # 1.4e-4 off at 4e6 columns (measured), against the 2^-10 by which the mechanism clips below C.
 _NORM_COLUMNS = 2**18
-
-# Above this, the entries of an outer product are taken for an overflow (see Outer.square_norms).
-_OUTER_LIMIT = 1e8
 
 
 class Selection:
@@ -39,6 +41,7 @@ class Selection:
     def __init__(self, index: Tensor | None, shape: torch.Size) -> None:
         self.index = index
         self.shape = shape
+        self._derived: dict[Hashable, Any] = {}
 
     @property
     def num_active(self) -> int:
@@ -63,9 +66,55 @@ class Selection:
         """Active columns of ``dense``: ``[..., numel]`` to ``[..., k]``."""
         return dense if self.index is None else dense.index_select(-1, self.index)
 
+    def derived(self, key: Hashable, make: Callable[[Tensor], _T]) -> _T:
+        """What ``make`` makes of the index; made once for each ``key``."""
+        assert self.index is not None
+        if key not in self._derived:
+            self._derived[key] = make(self.index)
+        derived: _T = self._derived[key]
+        return derived
+
+
+class Units:
+    """Which records make up each unit of a chunk.
+
+    Args:
+        unit_of_record: int64 ``[n]``, in ``[0, U)``.
+        num_units: ``U``.
+
+    Attributes:
+        counts: records of each unit, ``[U]``.
+        single: whether no unit has more than one record.
+    """
+
+    def __init__(self, unit_of_record: Tensor, num_units: int) -> None:
+        assert unit_of_record.dtype == torch.int64 and unit_of_record.ndim == 1
+        self.of_record, self.num_units = unit_of_record, num_units
+        self.counts = torch.bincount(unit_of_record, minlength=num_units)
+        assert len(self.counts) == num_units, "a record names a unit out of range"
+        self.single = bool((self.counts <= 1).all())
+
+    @cached_property
+    def members(self) -> Tensor:
+        """The records of each unit, ``[U, r]`` for ``r`` the most that one has; -1 for none."""
+        device = self.of_record.device
+        width = max([1, *self.counts.tolist()])
+        order = self.of_record.argsort(stable=True)
+        starts = self.counts.cumsum(0) - self.counts
+        place = torch.arange(len(order), device=device) - starts[self.of_record[order]]
+        members = torch.full((self.num_units, width), -1, device=device)
+        members[self.of_record[order], place] = order
+        return members
+
+    def average(self, rows: Tensor) -> Tensor:
+        """Mean over each unit's records of ``rows`` ``[n, k]``: ``[U, k]``."""
+        weights = (1.0 / self.counts[self.of_record]).to(rows.dtype)
+        averages = rows.new_zeros(self.num_units, rows.shape[1])
+        return averages.index_add_(0, self.of_record, rows * weights[:, None])
+
 
 class Contribution(Protocol):
-    """Gradients of ``n`` records for one parameter, restricted to its ``k`` active coordinates."""
+    """Gradients of ``n`` records (or units) for one parameter, restricted to the active ``k``."""
 
     def square_norms(self) -> Tensor:
         """Squared norm of each record's gradient: ``[n]``."""
@@ -78,6 +127,13 @@ class Contribution(Protocol):
 
     def select(self, records: Tensor) -> Contribution:
         """The contribution of ``records`` (int64 ``[n']``) alone."""
+
+    def by_unit(self, units: Units) -> Contribution:
+        """The contribution of ``U`` units, each the mean of its records."""
+
+
+# The ways in which one contribution can be had, by name; the first is the one taken unmeasured.
+Options = Mapping[str, Callable[[], Contribution]]
 
 
 class Rows:
@@ -106,52 +162,22 @@ class Rows:
         """See :class:`Contribution`."""
         return Rows(self._rows.index_select(0, records))
 
-
-class Outer:
-    """The contribution ``g_i x_i^T`` of a linear layer, kept as its two factors.
-
-    Args:
-        g: ``[n, out]``.
-        x: ``[n, in]``.
-        selection: of a parameter of shape ``[out, in]``.
-    """
-
-    def __init__(self, g: Tensor, x: Tensor, selection: Selection) -> None:
-        self._g = g
-        self._x = x
-        self._selection = selection
-
-    def square_norms(self) -> Tensor:
-        """‖M ⊙ (g xᵀ)‖² = Σ ((g² M) ⊙ x²), ``[n]``, without the outer product.
-
-        Squares of tiny factors underflow where their product with a huge partner would not, which
-        would understate the norm. So ``x`` is scaled to peak 1 and ``g`` takes the peak: what then
-        underflows is below 1e-19 · _OUTER_LIMIT, and rows above the limit count as overflown (inf).
-        """
-        peak = self._x.abs().amax(1, keepdim=True)
-        g2 = (self._g * peak).square()
-        x2 = (self._x / peak.masked_fill(peak == 0, 1)).square()
-        if (mask := self._selection.mask) is None:
-            return g2.sum(1) * x2.sum(1)
-        norms = ((g2 @ mask.to(g2.dtype)) * x2).sum(1)
-        return norms.masked_fill(g2.amax(1) > _OUTER_LIMIT**2, torch.inf)
-
-    def weighted_sum(self, factors: Tensor) -> Tensor:
+    def by_unit(self, units: Units) -> Rows:
         """See :class:`Contribution`."""
-        weighted = self._g * factors.to(self._g.dtype)[:, None]
-        return self._selection.gather((weighted.T @ self._x).flatten())
+        return Rows(units.average(self._rows))
 
-    def rows(self) -> Tensor:
-        """See :class:`Contribution`."""
-        if (index := self._selection.index) is None:
-            return (self._g[:, :, None] * self._x[:, None, :]).flatten(1)
-        num_inputs = self._x.shape[1]
-        return self._g[:, index // num_inputs] * self._x[:, index % num_inputs]
 
-    def select(self, records: Tensor) -> Outer:
-        """See :class:`Contribution`."""
-        g, x = self._g.index_select(0, records), self._x.index_select(0, records)
-        return Outer(g, x, self._selection)
+def block_size(elements_per_record: int, device: torch.device) -> int:
+    """Records whose temporaries of so many elements each make one block."""
+    limit = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    return max(1, limit // max(1, elements_per_record))
+
+
+def blocks(n: int, elements_per_record: int, device: torch.device) -> Iterator[slice]:
+    """``n`` records in blocks; all but the last of the same size."""
+    size = block_size(elements_per_record, device)
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
 
 
 def blockwise(
@@ -169,11 +195,9 @@ def blockwise(
         elements_per_record: size of the largest temporary of ``dense`` for one record.
     """
     n = len(tensors[0])
-    size = max(1, _BLOCK_ELEMENTS // max(1, elements_per_record))
-    if size >= n:
+    if block_size(elements_per_record, tensors[-1].device) >= n:
         return Rows(selection.gather(dense(*tensors)))
     rows = tensors[-1].new_empty(n, selection.num_active)
-    for start in range(0, n, size):
-        block = [tensor[start : start + size] for tensor in tensors]
-        rows[start : start + size] = selection.gather(dense(*block))
+    for block in blocks(n, elements_per_record, rows.device):
+        rows[block] = selection.gather(dense(*(tensor[block] for tensor in tensors)))
     return Rows(rows)

@@ -15,6 +15,7 @@ from tptopk_pl.gradients.composite import composite
 from tptopk_pl.gradients.contributions import Selection
 from tptopk_pl.gradients.layers import find_layers
 from tptopk_pl.gradients.tap import Layer, tapped
+from tptopk_pl.gradients.tuning import fastest
 from tptopk_pl.support import Support
 
 
@@ -91,6 +92,7 @@ class GradientEngine:
         sizes = tuple(parameter.numel() for parameter in parameters)
         if support is not None and support.sizes != sizes:
             raise ValueError(f"Expected a support over parameters of sizes {sizes}.")
+        self.choices = {}
         self._selections = [
             Selection(None if index is None or len(index) == p.numel() else index, p.shape)
             for index, p in zip(
@@ -99,6 +101,37 @@ class GradientEngine:
                 strict=True,
             )
         ]
+
+    def tune(self, records_to_come: float) -> None:
+        """Choose, by a short measurement, how each layer that has been called gets its gradients.
+
+        The choice holds until the support changes; it alters results by rounding at most.
+
+        Args:
+            records_to_come: for how many records the choice will be used.
+        """
+        assert self._chunk is None, "in the middle of a chunk"
+        for layer in self._layers:
+            if layer.rule is not None and layer.signals:
+                selections = [item.to(layer.signals[1].device) for item in self._selections]
+                layer.choices.update(fastest(layer, selections, records_to_come))
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What :meth:`tune` chose, by layer and parameter; may be set instead of tuning."""
+        return {
+            f"{layer.name}.{local}": choice
+            for layer in self._layers
+            for local, choice in layer.choices.items()
+        }
+
+    @choices.setter
+    def choices(self, choices: Mapping[str, str]) -> None:
+        for layer in self._layers:
+            layer.choices.clear()
+            for item in layer.owned:
+                if choice := choices.get(f"{layer.name}.{item.local}"):
+                    layer.choices[item.local] = choice
 
     def begin(self, unit_of_record: Tensor, num_units: int) -> None:
         """Arm for one physical chunk of ``n`` records; the loss to come is the sum of theirs.
@@ -122,17 +155,18 @@ class GradientEngine:
         assert self._chunk is not None, "not armed"
         return self._chunk.norms()
 
-    def weighted_sum(self, factors: Tensor) -> Tensor:
+    def weighted_sum(self, factors: Tensor, total: Tensor | None = None) -> Tensor:
         """Sum over the units of ``factors`` times the masked gradient whose norm is above.
 
         Args:
             factors: ``[num_units]``; a unit of factor 0 adds exactly 0, be its gradient NaN.
+            total: ``[k]``; the sum is added to it in place.
 
         Returns:
             float32 ``[k]`` (float64 for a float64 model), in the order of the support.
         """
         assert self._chunk is not None, "not armed"
-        return self._chunk.weighted_sum(factors)
+        return self._chunk.weighted_sum(factors, total)
 
     def end(self) -> None:
         """Disarm and free everything held for the chunk."""

@@ -29,8 +29,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _full_products() -> Iterator[None]:
-    """The engine multiplies by matrix products alone: the two matrix backends are all it sets."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    """The engine uses matrix products and the weight gradients of convolutions."""
+    backends = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+    )
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -43,13 +48,15 @@ def _full_products() -> Iterator[None]:
 
 @contextmanager
 def _full_products_legacy() -> Iterator[None]:
-    """The same before torch 2.9, where one setting governs both backends."""
-    before = torch.get_float32_matmul_precision()
+    """The same before torch 2.9, where one setting governs the products of both backends."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tptopk_pl.gradients.chunk import Chunk
+from tptopk_pl.gradients.contributions import Contribution, Options
 from tptopk_pl.gradients.precision import exact, full_precision
 from tptopk_pl.gradients.rules import Rule
 
@@ -35,12 +36,26 @@ class Owned:
         return parameter
 
 
+class Signal(NamedTuple):
+    """What one record's part of a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Signal:
+        """That of ``[n, ...]``."""
+        return cls(tensor.shape[1:], tensor.dtype, tensor.device)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A module that the engine serves as one whole; without a rule, by the composite path.
 
     ``by_record`` tells of each place (a call of a pass, or an argument of it) that was seen whether
-    it holds one row for each record, or the same for all.
+    it holds one row for each record, or the same for all. ``signals`` are input and output gradient
+    of the first call that was seen, ``choices`` the options to take, by local parameter name.
     """
 
     name: str
@@ -48,6 +63,13 @@ class Layer:
     owned: tuple[Owned, ...]
     rule: Rule | None
     by_record: dict[str, bool] = field(default_factory=dict)
+    signals: list[Signal] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
+
+    def contribution(self, local: str, options: Options) -> Contribution:
+        """By the option that was chosen for a parameter; else by the first."""
+        make = options.get(self.choices.get(local, "")) or next(iter(options.values()))
+        return make()
 
 
 @contextmanager
@@ -131,10 +153,13 @@ def tapped(
 
     def deliver(x: Tensor, grad: Tensor) -> None:
         with full_precision(grad.device):
-            gradients = rule.gradients(module, exact(x), exact(grad))
+            x, grad = exact(x), exact(grad)
+            if not layer.signals:
+                layer.signals.extend([Signal.of(x), Signal.of(grad)])
+            gradients = rule.gradients(module, x, grad)
             for item in active:
-                contribution = gradients[item.local](chunk.selections[item.position])
-                chunk.add(item.position, contribution)
+                options = gradients[item.local](chunk.selections[item.position])
+                chunk.add(item.position, layer.contribution(item.local, options))
 
     dummy = torch.zeros((), requires_grad=True)
     tap: Tensor = Tap.apply(out, dummy, x.detach(), deliver)

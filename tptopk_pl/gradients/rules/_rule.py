@@ -8,9 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tptopk_pl.gradients.contributions import Contribution, Selection
+from tptopk_pl.gradients.contributions import Contribution, Options, Selection
 
-Gradients = Mapping[str, Callable[[Selection], Contribution]]
+Gradients = Mapping[str, Callable[[Selection], Options]]
+
+
+def only(make: Callable[[Selection], Contribution]) -> Callable[[Selection], Options]:
+    """The options of a gradient that can be had in one way."""
+    return lambda selection: {"rows": lambda: make(selection)}
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class Rule:
     Attributes:
         kind: the class of ``torch.nn``.
         min_ndim: fewest dimensions of an input that has a dimension of records.
-        gradients: ``(module, x, g)`` to the contribution by local parameter name, made only for
-            the parameters that ask. ``x`` ``[n, ...]`` input, ``g`` ``[n, ...]`` output gradient.
+        gradients: ``(module, x, g)`` to the options by local parameter name, made only for the
+            parameters that ask. ``x`` ``[n, ...]`` input, ``g`` ``[n, ...]`` output gradient.
         methods: those that must be ``kind``'s own.
     """
 

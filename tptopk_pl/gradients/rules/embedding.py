@@ -1,29 +1,84 @@
-"""Embeddings: a record's gradient adds each output gradient to the row of its token."""
+"""Embeddings: a record's gradient adds each output gradient to the row of its token.
+
+Legend: ``n`` records of ``T`` tokens; a table of ``V`` rows of width ``w``.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from tptopk_pl.gradients.contributions import Contribution, Selection, blockwise
+from tptopk_pl.gradients.contributions import Options, Selection, blockwise
+from tptopk_pl.gradients.gram import Gram
 from tptopk_pl.gradients.rules._rule import Gradients, Rule
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """The gradients of ``n`` records, a sum over tokens (see gram.Positions).
+
+    Attributes:
+        tokens: int64 ``[n, T]``.
+        g: ``[n, T, w]``, zero for tokens that have no gradient.
+        num_rows: ``V``.
+    """
+
+    tokens: Tensor
+    g: Tensor
+    num_rows: int
+
+    def __len__(self) -> int:
+        return len(self.g)
+
+    @property
+    def device(self) -> torch.device:
+        return self.g.device
+
+    def elements_per_record(self) -> int:
+        return self.g.shape[1:].numel()
+
+    def pairs_per_record(self) -> int:
+        return self.tokens.shape[1] ** 2
+
+    def select(self, records: Tensor | slice) -> _Lookup:
+        return replace(self, tokens=self.tokens[records], g=self.g[records])
+
+    def dense(self) -> Tensor:
+        offsets = self.num_rows * torch.arange(len(self), device=self.device)
+        return self._table((self.tokens + offsets[:, None]), self.g, len(self)).view(len(self), -1)
+
+    def total(self, factors: Tensor) -> Tensor:
+        weighted = self.g * factors.to(self.g.dtype)[:, None, None]
+        return self._table(self.tokens, weighted, 1).flatten()
+
+    def inner_products(self, present: Tensor) -> tuple[Tensor, Tensor]:
+        b = len(present)
+        tokens = self.tokens.view(b, -1)
+        g = self.g.masked_fill(~present.view(-1, 1, 1), 0).view(b, tokens.shape[1], -1)
+        same = tokens[:, :, None] == tokens[:, None, :]
+        return same.to(g.dtype)[:, None], (g @ g.transpose(1, 2))[:, None]
+
+    def _table(self, rows: Tensor, g: Tensor, num_tables: int) -> Tensor:
+        table = g.new_zeros(num_tables * self.num_rows, g.shape[-1])
+        return table.index_add_(0, rows.flatten(), g.flatten(0, 1))
+
+
 def _gradients(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
-    num_tokens, width = layer.weight.shape
+    tokens, g = x.reshape(len(x), -1), g.reshape(len(x), -1, layer.embedding_dim)
+    if layer.padding_idx is not None:
+        g = g.masked_fill((tokens == layer.padding_idx)[:, :, None], 0)
 
     def dense(tokens: Tensor, g: Tensor) -> Tensor:
-        """``tokens`` ``[b, T]``, ``g`` ``[b, T, width]`` to ``[b, num_tokens·width]``."""
-        if layer.padding_idx is not None:
-            g = g.masked_fill((tokens == layer.padding_idx)[:, :, None], 0)
-        offsets = num_tokens * torch.arange(len(tokens), device=tokens.device)
-        table = g.new_zeros(len(tokens) * num_tokens, width)
-        table.index_add_(0, (tokens + offsets[:, None]).flatten(), g.flatten(0, 1))
-        return table.view(len(tokens), -1)
+        return _Lookup(tokens, g, layer.num_embeddings).dense()
 
-    def weight(selection: Selection) -> Contribution:
-        tensors = (x.reshape(len(x), -1), g.reshape(len(x), -1, width))
-        return blockwise(selection, dense, tensors, layer.weight.numel())
+    def weight(selection: Selection) -> Options:
+        numel = layer.weight.numel()
+        rows = {"rows": lambda: blockwise(selection, dense, (tokens, g), numel)}
+        if selection.index is not None:
+            return rows
+        return {"gram": lambda: Gram(_Lookup(tokens, g, layer.num_embeddings)), **rows}
 
     return {"weight": weight}
 

@@ -8,29 +8,22 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tptopk_pl.gradients.contributions import Contribution, Outer, Rows, Selection, blockwise
-from tptopk_pl.gradients.rules._rule import Gradients, Rule
-
-
-def _products(g: Tensor, x: Tensor) -> Tensor:
-    """Σ_t g_t x_tᵀ for ``g`` ``[b, T, out]`` and ``x`` ``[b, T, in]``: ``[b, out·in]``."""
-    return (g.transpose(1, 2) @ x).flatten(1)
+from tptopk_pl.gradients.contributions import Rows
+from tptopk_pl.gradients.correlation import Correlation
+from tptopk_pl.gradients.options import correlation_options, outer_options
+from tptopk_pl.gradients.rules._rule import Gradients, Rule, only
 
 
 def _gradients(layer: nn.Linear, x: Tensor, g: Tensor) -> Gradients:
     if x.ndim == 2:
         return {
-            "weight": lambda selection: Outer(g, x, selection),
-            "bias": lambda selection: Rows(selection.gather(g)),
+            "weight": lambda selection: outer_options(g, x, selection),
+            "bias": only(lambda selection: Rows(selection.gather(g))),
         }
-    steps_g, steps_x = g.flatten(1, -2), x.flatten(1, -2)
-
-    def weight(selection: Selection) -> Contribution:
-        return blockwise(selection, _products, (steps_g, steps_x), layer.weight.numel())
-
+    steps = Correlation.of_steps(g.flatten(1, -2), x.flatten(1, -2))
     return {
-        "weight": weight,
-        "bias": lambda selection: Rows(selection.gather(steps_g.sum(1))),
+        "weight": lambda selection: correlation_options(steps, selection),
+        "bias": only(lambda selection: Rows(selection.gather(g.flatten(1, -2).sum(1)))),
     }
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tptopk_pl.gradients.contributions import Rows
-from tptopk_pl.gradients.rules._rule import Gradients, Rule
+from tptopk_pl.gradients.contributions import Contribution, Rows, Selection
+from tptopk_pl.gradients.rules._rule import Gradients, Rule, only
 
 
 def _affine(g: Tensor, normalized: Callable[[], Tensor], dims: range) -> Gradients:
@@ -22,8 +23,8 @@ def _affine(g: Tensor, normalized: Callable[[], Tensor], dims: range) -> Gradien
         return (tensor.sum(tuple(dims)) if dims else tensor).flatten(1)
 
     return {
-        "weight": lambda selection: Rows(selection.gather(reduce(g * normalized()))),
-        "bias": lambda selection: Rows(selection.gather(reduce(g))),
+        "weight": only(lambda selection: Rows(selection.gather(reduce(g * normalized())))),
+        "bias": only(lambda selection: Rows(selection.gather(reduce(g)))),
     }
 
 
@@ -40,7 +41,25 @@ def _rms_norm(layer: nn.RMSNorm, x: Tensor, g: Tensor) -> Gradients:
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, g: Tensor) -> Gradients:
-    return _affine(g, lambda: F.group_norm(x, layer.num_groups, eps=layer.eps), range(2, x.ndim))
+    """Σ_s g x̂ = (Σ_s g x − μ Σ_s g) / σ by channel, for which x̂ is not needed."""
+    n, channels, groups = *x.shape[:2], layer.num_groups
+    points = (n * channels, -1)
+
+    def weight(selection: Selection) -> Contribution:
+        points_each = x.shape[2:].numel()
+        _, mean, rstd = torch.native_group_norm(
+            x, None, None, n, channels, points_each, groups, layer.eps
+        )
+        products = torch.linalg.vecdot(g.reshape(points), x.reshape(points))
+        products, sums = (t.view(n, groups, -1) for t in (products, bias_sums()))
+        rows = (products - mean[:, :, None] * sums) * rstd[:, :, None]
+        return Rows(selection.gather(rows.flatten(1)))
+
+    def bias_sums() -> Tensor:
+        return g.reshape(points).sum(1).view(n, channels)
+
+    bias = only(lambda selection: Rows(selection.gather(bias_sums())))
+    return {"weight": only(weight), "bias": bias}
 
 
 def _instance_norm(layer: nn.InstanceNorm1d, x: Tensor, g: Tensor) -> Gradients:
