@@ -20,6 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+# With so few positions one product of unfolded signals is faster than a convolution's own gradient:
+# 13 ms against 16 for 16 records of 512 channels at 2×2, 33 against 57 for 64 (one CPU thread).
+_FEW_POSITIONS = 4
+
+
 def _cut(tensor: Tensor, axis: int, part: slice) -> Tensor:
     return tensor[(slice(None),) * axis + (part,)]
 
@@ -131,6 +136,10 @@ class Correlation:
         if self._over_steps:  # one product over all of them
             g, x = self.small.transpose(1, 2), self.large.transpose(1, 2)
             return ((g * factors[:, None, None]).flatten(0, 1).T @ x.flatten(0, 1)).flatten()
+        if self.num_positions <= _FEW_POSITIONS and self.groups == 1:
+            small, large = self.matrices()
+            weighted = small * factors[:, None, None]
+            return (weighted.transpose(0, 1).flatten(1) @ large.mT.flatten(0, 1)).flatten()
         dims, large, padding = len(self.kernel), self.large, self.padding
         if not self._fits():
             large, padding = self.padded(), (0,) * dims
