@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 # With so few positions one product of unfolded signals is faster than a convolution's own gradient:
 # 13 ms against 16 for 16 records of 512 channels at 2×2, 33 against 57 for 64 (one CPU thread).
 _FEW_POSITIONS = 4
@@ -202,8 +201,8 @@ class Correlation:
 
     def _by_group(self, signal: Tensor) -> Tensor:
         """``[n, channels, *]`` to ``[n·groups, channels/groups, points]``."""
-        n, channels = signal.shape[:2]
-        return signal.reshape(n * self.groups, channels // self.groups, -1)
+        n, channels, *extents = signal.shape
+        return signal.reshape(n * self.groups, channels // self.groups, prod(extents))
 
     def _unfolded(self, first: int) -> Tensor:
         """The large signal with its windows on the axes from ``first`` on laid out.
@@ -222,7 +221,8 @@ class Correlation:
         # [n, C, *points, *K'] to [n, C, *K', *points], the weight's own order.
         order = (0, 1, *range(2 + dims, windows.ndim), *range(2, 2 + dims))
         channels = self.weight_shape[1] * prod(self.kernel[first:])
-        return windows.permute(order).reshape(len(self) * self.groups, channels, -1)
+        num_points = windows.shape[2 : 2 + dims].numel()
+        return windows.permute(order).reshape(len(self) * self.groups, channels, num_points)
 
     def _of_units(self, signal: Tensor, present: Tensor) -> Tensor:
         """``[b·r, channels, *]`` to ``[b, groups, channels/groups, r·points]``, 0 if absent."""
