@@ -116,7 +116,7 @@ def _tokens(n: int) -> Tensor:
 
 NETWORKS = {
     "mnist_cnn": Workload(SmallCNN, partial(_normal, 1, 28, 28), 512),
-    "cifar_cnn": Workload(DeepCNN, partial(_normal, 3, 32, 32), 128),
+    "cifar_cnn": Workload(DeepCNN, partial(_normal, 3, 32, 32), 256),
     "mlp": Workload(partial(mlp, 1000), partial(_normal, 784), 256),
     "resnet18": Workload(_resnet18, partial(_normal, 3, 64, 64), 16),
     "transformer": Workload(Transformer, _tokens, 64),

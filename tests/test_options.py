@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.test_gradients_layers import assert_matches, batch, random_support, trained
+from tests.test_gradients_layers import assert_matches, batch, check, random_support, trained
 from tests.toys import Plain, flat, loader, private, records, trainer
 from tptopk_pl.callback.phases import Phases
 from tptopk_pl.gradients import GradientEngine, contributions, fused, gram, tuning
@@ -20,6 +21,8 @@ from tptopk_pl.gradients.contributions import Selection, Units
 from tptopk_pl.gradients.correlation import Correlation
 from tptopk_pl.gradients.gram import Gram
 from tptopk_pl.gradients.options import correlation_options
+from tptopk_pl.gradients.rules import rule_for
+from tptopk_pl.mechanism import clip_factors
 
 compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler"
@@ -77,6 +80,17 @@ def test_without_a_compiler_a_sparse_product_takes_its_place(
     assert "(no compiler)" in said and "and more" not in said
 
 
+def test_a_compiler_that_is_switched_off_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fresh_loops: None
+) -> None:
+    """The expression would run uncompiled, and hold every product."""
+    layer = nn.Conv2d(2, 3, 3)
+    x = (batch(3, 2, 5, 5),)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert_matches(layer, call, x, support=random_support(layer, 0.3), option="fused")
+    assert fused._failed and "switched off" in caplog.text
+
+
 def test_memory_that_runs_out_in_a_fused_loop_is_not_taken_for_a_missing_compiler(
     monkeypatch: pytest.MonkeyPatch, fresh_loops: None
 ) -> None:
@@ -121,8 +135,89 @@ def test_norms_of_gradients_that_cancel_are_never_understated(
             same = picked.weighted_sum(factors[unit : unit + 1])
             torch.testing.assert_close(same.double(), one, rtol=0, atol=2**-11)
     monkeypatch.setattr(gram, "_TRUSTED", 0.0)  # the danger is real
-    wrong = Gram(correlation).square_norms().clamp(min=0).sqrt().double()
+    with single_precision(monkeypatch):
+        wrong = Gram(correlation).square_norms().clamp(min=0).sqrt().double()
     assert (wrong / exact.norm(dim=1) - 1).abs().max() > 0.01
+
+
+@contextmanager
+def single_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "double", lambda self: self)
+        yield
+
+
+def attacks() -> list[Correlation]:
+    """Records made to seem smaller than they are: by lost digits, and by underflow."""
+    features, tiny = 65536, (0.98 * 2**-24) ** 0.5
+    x = torch.full((1, 4, features), tiny)
+    x[:, 2:] *= -1
+    x[..., :8] = 1.0
+    x[..., -1] = 0.063 * x[0, 0].norm() * torch.tensor([1.0, 1.0, -1.0, -1.0])
+    g = torch.tensor([1.0, 1.0, -1.0, -1.0]).view(1, 4, 1)
+    steps = Correlation.of_steps
+    return [
+        steps(g, x),
+        steps(torch.full((1, 256, 1024), 2.6e-23), torch.full((1, 256, 1), 1.8e19)),
+    ]
+
+
+@pytest.mark.parametrize("attack", [0, 1])
+def test_no_record_is_made_to_seem_small(attack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    correlation = attacks()[attack]
+
+    def influence() -> float:
+        contribution = Gram(correlation)
+        factors = clip_factors(contribution.square_norms().sqrt(), 0.1)
+        return float(contribution.weighted_sum(factors).double().norm()) / 0.1
+
+    assert 0.99 < influence() <= 1.0
+    if attack == 0:  # the danger is real
+        with single_precision(monkeypatch):
+            assert influence() > 1.0
+
+
+def test_what_is_summed_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that is tried again, after memory ran out, must not count twice."""
+    model = network()
+    engine = GradientEngine(model, trained(model))
+    engine.attach()
+    engine.begin(torch.arange(3), 3)
+    model(batch(3, 2, 4, 4)).sum().backward()
+    total = torch.zeros(engine.num_active)
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tptopk_pl.gradients.outer.Outer.weighted_sum", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.weighted_sum(torch.ones(3), total)
+    assert not total.any()
+    assert engine.weighted_sum(torch.ones(3), total).any()
+
+
+def test_patches_do_not_multiply_all_pixels_with_all() -> None:
+    """A patch embedding of 16×16 at 224 pixels has 196 positions, but 50,176 pixels."""
+    layer = nn.Conv2d(3, 8, 16, stride=16)
+    x, g = torch.zeros(1, 3, 224, 224), torch.zeros(1, 8, 14, 14)
+    correlation = Correlation(x, g, layer.kernel_size, layer.stride, (1, 1), (0, 0))
+    assert correlation.pairs_per_record() == 3 * 16 * 16 * 196
+    check(nn.Conv2d(2, 3, 2, stride=2), batch(3, 2, 4, 5))
+
+
+def test_kernels_of_one_point_with_padding() -> None:
+    check(nn.Conv1d(3, 2, 1, padding=1), batch(4, 3, 5))
+    check(nn.ConvTranspose1d(3, 2, 1, padding=1), batch(4, 3, 5))
+    check(nn.ConvTranspose1d(3, 2, 1, stride=2, output_padding=1), batch(4, 3, 5))
+
+
+def test_a_large_table_is_never_held_for_each_record() -> None:
+    layer = nn.Embedding(1000, 2)
+    (rule,) = [rule_for(layer)]
+    assert rule is not None
+    given = rule.gradients(layer, torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, 2))
+    assert list(given["weight"](Selection(None, layer.weight.shape))) == ["gram"]
 
 
 def test_only_cancelling_gradients_are_computed_twice() -> None:
@@ -204,6 +299,26 @@ def test_the_fastest_is_chosen_and_a_loop_compiled_only_if_it_pays(
     monkeypatch.undo()
     measured = timed(monkeypatch, {"rows": 0.01, "sparse": 0.05, "fused": 0.02})
     assert tuned(engine, records_to_come=1e6) == {"rows"}
+
+
+def test_an_option_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    engine = seen(random_support(network(), 0.3))
+    monkeypatch.setattr("tptopk_pl.gradients.options.sparse_rows", full)
+    engine.tune(records_to_come=1.0)
+    assert engine.choices["0.weight"] == engine.choices["2.weight"] == "rows"
+
+
+def test_inputs_of_ever_new_sizes_are_not_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, fresh_loops: None
+) -> None:
+    monkeypatch.setattr(fused, "_MAX_LOOPS", 0)
+    layer = nn.Conv2d(2, 3, 3)
+    support = random_support(layer, 0.3)
+    assert_matches(layer, call, (batch(3, 2, 5, 5),), support=support, option="fused")
+    assert not fused._failed  # those that are compiled go on
 
 
 def test_tuning_measures_really_and_leaves_no_trace() -> None:

@@ -66,6 +66,10 @@ class GaussianMechanism:
         self._sum = torch.zeros(0)  # of the chunks so far; its memory serves step after step
         self._noise: Future[Tensor] | None = None
 
+    def close(self) -> None:
+        """End the thread that draws noise."""
+        self._drawing.shutdown()
+
     def begin_step(
         self,
         step: int,

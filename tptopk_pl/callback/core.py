@@ -263,6 +263,7 @@ class TwoPhaseSupportCallback(Callback):
             secure_rng=self.settings.secure_rng,
             reduce=lambda total: trainer.strategy.reduce(total, reduce_op="sum"),
         )
+        self._undo.callback(self._mechanism.close)
         self._phases.begin_fit(self._engine, optimizer, list(trained.values()))
         hook = optimizer.register_step_post_hook(lambda *_: self._phases.restore_frozen())
         self._undo.callback(hook.remove)

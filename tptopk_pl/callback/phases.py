@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,6 +70,10 @@ class Phases:
         if self._choices:
             self._engine.choices = self._choices
         elif self._settings.seed is None:
+            rank_zero_info(
+                "Measuring the fastest way to each layer's gradients, on synthetic signals "
+                "(a minute if loops are compiled for it) ..."
+            )
             last = plan.warmup_steps if plan.phase_at(step) == 1 else plan.num_steps
             self._engine.tune((last - step) * records_per_step)
             self._choices = self._engine.choices
@@ -149,7 +154,7 @@ class Phases:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` ended."""
         self._lr_factor = state["lr_factor"]
-        self._indices, self._choices = state["support"], dict(state["choices"])
+        self._indices, self._choices = state["support"], dict(state.get("choices", {}))
         if (warmup := state["warmup"]) is not None:
             total = warmup["total"]
             self._warmup = ScoreAccumulator(total.numel(), warmup["window"], total.device)

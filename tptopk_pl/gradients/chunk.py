@@ -87,14 +87,16 @@ class Chunk:
         if some_left_out:
             factors = factors[kept]
         sizes = [selection.num_active for selection in self.selections]
-        total = factors.new_zeros(sum(sizes)) if total is None else total
+        parts: dict[int, Tensor] = {}  # all of them before any is added: one may raise
         with full_precision(factors.device):
-            for position, part in enumerate(total.split(sizes)):
-                contribution = self._held.get(position)
-                if contribution is not None:
-                    if some_left_out:
-                        contribution = contribution.select(kept)
-                    part.add_(contribution.weighted_sum(factors))
+            for position, contribution in self._held.items():
+                if some_left_out:
+                    contribution = contribution.select(kept)
+                parts[position] = contribution.weighted_sum(factors)
+        total = factors.new_zeros(sum(sizes)) if total is None else total
+        places = total.split(sizes)
+        for position, part in parts.items():
+            places[position].add_(part)
         return total
 
     def close(self) -> None:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 _T = TypeVar("_T")
 
+# What is derived from a selection depends on input sizes: ever new ones must not fill memory.
+_MAX_DERIVED = 8
+
 # Elements of the largest temporary of a blockwise computation. On a CPU it stays in the cache, and
 # in memory that the allocator hands out again: a fresh page costs more than the arithmetic on it.
 # An accelerator needs blocks large enough to fill it (64 MiB).
@@ -70,9 +73,15 @@ class Selection:
         """What ``make`` makes of the index; made once for each ``key``."""
         assert self.index is not None
         if key not in self._derived:
+            if len(self._derived) >= _MAX_DERIVED:
+                self.forget()
             self._derived[key] = make(self.index)
         derived: _T = self._derived[key]
         return derived
+
+    def forget(self) -> None:
+        """Free what was derived."""
+        self._derived.clear()
 
 
 class Units:
@@ -108,7 +117,7 @@ class Units:
 
     def average(self, rows: Tensor) -> Tensor:
         """Mean over each unit's records of ``rows`` ``[n, k]``: ``[U, k]``."""
-        weights = (1.0 / self.counts[self.of_record]).to(rows.dtype)
+        weights = 1.0 / self.counts[self.of_record].to(rows.dtype)
         averages = rows.new_zeros(self.num_units, rows.shape[1])
         return averages.index_add_(0, self.of_record, rows * weights[:, None])
 

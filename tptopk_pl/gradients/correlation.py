@@ -61,6 +61,11 @@ class Correlation:
         return self.small.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The signals' own."""
+        return self.small.dtype
+
+    @property
     def num_positions(self) -> int:
         """``S``."""
         return self.small.shape[2:].numel()
@@ -112,22 +117,25 @@ class Correlation:
     def inner_products(self, present: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`~tptopk_pl.gradients.gram.Positions`.
 
-        Windows overlap, so their products are sums of products between points of the large signal,
-        which are computed once: ``Σ_p R[s + p, t + p]`` over the points p of the kernel.
+        Where windows overlap, their products are sums of products between points of the large
+        signal, which are computed once: ``Σ_p R[s + p, t + p]`` over the points p of the kernel.
         """
-        small = self._of_units(self.small, present)
-        large = self._of_units(self.padded(), present)
+        small = self._of_units(self.small, present).double()
+        of_small = small.mT @ small
+        if not self._windows_overlap:
+            unfolded = self._of_units(self._unfolded(0), present).double()
+            return of_small, unfolded.mT @ unfolded
+        large = self._of_units(self.padded(), present).double()
         dims, extents = len(self.kernel), self.reach()
         r = present.shape[1]
-        points = (large.transpose(2, 3) @ large).unflatten(3, (r, *extents))
+        points = (large.mT @ large).unflatten(3, (r, *extents))
         points = points.unflatten(2, (r, *extents))
         for axis in range(dims):
             windows = [self._window(axis, point) for point in range(self.kernel[axis])]
             rows, columns = 3 + axis, 4 + dims + axis
             parts = [_cut(_cut(points, rows, window), columns, window) for window in windows]
             points = reduce(torch.add, parts)
-        of_large = points.flatten(3 + dims).flatten(2, 2 + dims)
-        return small.transpose(2, 3) @ small, of_large
+        return of_small, points.flatten(3 + dims).flatten(2, 2 + dims)
 
     def total(self, factors: Tensor) -> Tensor:
         """Their sum, weighted by ``factors`` ``[n]``: ``[numel]``."""
@@ -160,7 +168,13 @@ class Correlation:
 
     @property
     def _over_steps(self) -> bool:
-        return self.kernel == (1,) and self.stride == (1,) and self.groups == 1
+        same = self.kernel == (1,) and self.large.shape[2:] == self.small.shape[2:]
+        return same and self.padding == (0,) and self.groups == 1
+
+    @property
+    def _windows_overlap(self) -> bool:
+        """Whether there are fewer products between points than between the windows' points."""
+        return prod(self.reach()) ** 2 < prod(self.kernel) * self.num_positions**2
 
     def _fits(self) -> bool:
         """Whether the large signal has no more windows than the small one has positions."""
@@ -172,16 +186,20 @@ class Correlation:
         )
 
     def elements_per_record(self) -> int:
-        """Size of the largest temporary for one record, but for the gradients themselves."""
+        """Size of the largest temporary of :meth:`dense` for one record."""
         channels, extents = self.large.shape[1], self.reach()
         unfolded = channels * prod(self.kernel) * self.num_positions
         if self.stride[0] == 1:
             unfolded = unfolded * extents[0] // (self.small.shape[2] * self.kernel[0])
-        return unfolded
+        return max(unfolded, prod(self.weight_shape))
 
     def pairs_per_record(self) -> int:
         """See :class:`~tptopk_pl.gradients.gram.Positions`."""
-        return self.groups * prod(self.reach()) ** 2
+        if self._windows_overlap:
+            points = prod(self.reach())
+            return max(self.groups * points**2, self.large.shape[1] * points)
+        unfolded = self.large.shape[1] * prod(self.kernel) * self.num_positions
+        return max(self.groups * self.num_positions**2, unfolded)
 
     def places(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Where coordinates ``[k]`` of the weight read.
@@ -225,9 +243,14 @@ class Correlation:
         return windows.permute(order).reshape(len(self) * self.groups, channels, num_points)
 
     def _of_units(self, signal: Tensor, present: Tensor) -> Tensor:
-        """``[b·r, channels, *]`` to ``[b, groups, channels/groups, r·points]``, 0 if absent."""
+        """``[b·r, channels, *]`` to ``[b, groups, channels/groups, r·points]``, 0 if absent.
+
+        Or from ``[b·r·groups, rows, points]``.
+        """
         b, r = present.shape
-        signal = signal.reshape(b, r, self.groups, signal.shape[1] // self.groups, -1)
+        num_rows = signal[0].numel() * len(signal) // (b * r * self.groups)
+        num_points = signal.shape[2:].numel()
+        signal = signal.reshape(b, r, self.groups, num_rows // num_points, num_points)
         if r > 1:
             signal = signal.masked_fill(~present[:, :, None, None, None], 0)
         return signal.permute(0, 2, 3, 1, 4).flatten(3)

@@ -115,6 +115,8 @@ class GradientEngine:
             if layer.rule is not None and layer.signals:
                 selections = [item.to(layer.signals[1].device) for item in self._selections]
                 layer.choices.update(fastest(layer, selections, records_to_come))
+                for selection in selections:
+                    selection.forget()
 
     @property
     def choices(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ Legend: ``n`` records, ``k`` active coordinates; ``*S``, ``*L`` extents of the t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from math import prod
@@ -32,9 +33,13 @@ _logger = logging.getLogger("tptopk_pl")
 _VECTOR = 16
 
 # Each loop takes seconds to make: inputs of ever new sizes must not go on making them.
-_MAX_LOOPS = 64
+_MAX_LOOPS = 32
 
 _failed = False
+
+
+class _TooManyLoopsError(Exception):
+    """Inputs come in ever new sizes."""
 
 
 def fused_rows(correlation: Correlation, selection: Selection) -> Rows:
@@ -45,6 +50,8 @@ def fused_rows(correlation: Correlation, selection: Selection) -> Rows:
             return Rows(_fused(correlation, selection))
         except torch.OutOfMemoryError:
             raise
+        except _TooManyLoopsError:
+            pass
         except Exception as error:
             _failed = True
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -125,8 +132,10 @@ def _loop(expression: FunctionType, *geometry: Hashable) -> Callable[..., Tensor
 
     The compiler counts recompilations by code object, so each geometry gets a copy of its own.
     """
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        raise ValueError("it is switched off in the environment")
     if _loop.cache_info().currsize >= _MAX_LOOPS:
-        raise ValueError(f"inputs of more than {_MAX_LOOPS} sizes")
+        raise _TooManyLoopsError
     own = FunctionType(expression.__code__.replace(), expression.__globals__)
     # No pool of processes for one small loop.
     return torch.compile(own, fullgraph=True, options={"compile_threads": 1})

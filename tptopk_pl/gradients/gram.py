@@ -6,8 +6,8 @@ than the signals that it is made of. Its norm follows from the inner products of
 arXiv 1510.01799; Rochette et al., arXiv 1912.06015), and a weighted sum over the records is what
 ordinary training computes: neither needs the gradients themselves.
 
-Such a sum loses digits where a gradient nearly cancels, and a norm that came out too small would
-leave its unit unclipped. Units whose norm is not large beside the rounding of its terms are
+Norm and sum are then not of the very same numbers: where a gradient nearly cancels, rounding in
+the sum could exceed what the norm says. Units whose norm is not large beside its terms are
 therefore computed from their rows, in the norm and in the sum.
 
 Legend: ``n`` records, ``U`` units of up to ``r`` records, ``S`` positions.
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from tptopk_pl.gradients.contributions import Rows, Units, blocks
 
-# Inner products in float32 err by less than 2^-20 of |a_s||a_t| (16 roundings). With this share, a
-# trusted norm errs by at most 2^-12, a quarter of the margin by which the mechanism clips below C.
+# Inner products are in float64: exact beside what follows, and far from under- and overflow. The
+# sum over the records is in float32: below this share of a norm's terms it would lose more digits
+# than the margin allows by which the mechanism clips below C.
 _TRUSTED = 2.0**-9
 
 
@@ -37,6 +38,10 @@ class Positions(Protocol):
     @property
     def device(self) -> torch.device:
         """Where they are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Theirs."""
 
     def elements_per_record(self) -> int:
         """Size of the largest temporary of :meth:`dense` for one record."""
@@ -54,7 +59,7 @@ class Positions(Protocol):
         """Their sum, weighted by ``factors`` ``[n]``: ``[numel]``."""
 
     def inner_products(self, present: Tensor) -> tuple[Tensor, Tensor]:
-        """A and B of units, each ``[b, groups, r·S, r·S]``.
+        """A and B of units, each float64 ``[b, groups, r·S, r·S]``.
 
         Args:
             present: bool ``[b, r]``. The ``n = b·r`` records are those of ``b`` units; one that is
@@ -82,7 +87,9 @@ class Gram:
         num_units, device = len(self._members), self._positions.device
         self._doubtful = torch.zeros(num_units, dtype=torch.bool, device=device)
         parts = [torch.zeros(0, device=device)]
-        for block in self._blocks(num_units):
+        width = self._members.shape[1]
+        pairs = width**2 * self._positions.pairs_per_record()
+        for block in blocks(num_units, pairs, device):
             squares, self._doubtful[block] = self._from_inner_products(block)
             parts.append(squares)
         squares = torch.cat(parts)
@@ -118,12 +125,8 @@ class Gram:
         return Gram(self._positions, units.members)
 
     def _blocks(self, num_units: int) -> Iterator[slice]:
-        """Parts of so many units whose temporaries fit the cache."""
-        width = self._members.shape[1]
-        elements = max(
-            width * self._positions.elements_per_record(),
-            width**2 * self._positions.pairs_per_record(),
-        )
+        """Parts of so many units whose rows fit the cache."""
+        elements = self._members.shape[1] * self._positions.elements_per_record()
         return blocks(num_units, elements, self._positions.device)
 
     def _doubtful_blocks(self) -> Iterator[Tensor]:
@@ -144,7 +147,9 @@ class Gram:
         scale = (traces[0] * sizes[1] + sizes[0] * traces[1]).sum(1)
         squares = (a * b).sum((1, 2, 3))
         mean = present.sum(1).clamp(min=1).to(squares.dtype) ** -2
-        return squares * mean, squares < _TRUSTED * scale
+        # Not "<": a scale that is not a number trusts nothing.
+        doubtful = ~(squares >= _TRUSTED * scale)
+        return (squares * mean).to(self._positions.dtype), doubtful
 
     def _unit_rows(self, units: Tensor) -> Tensor:
         """Mean gradients of ``units``, ``[b, numel]``."""

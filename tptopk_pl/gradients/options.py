@@ -21,7 +21,7 @@ from tptopk_pl.gradients.sparse import sparse_rows
 _HOPELESS = 8
 
 # Rows of all coordinates may take this many times the memory of the signals they are made of.
-_ROWS_PER_SIGNAL = 4
+ROWS_PER_SIGNAL = 4
 
 
 def outer_options(g: Tensor, x: Tensor, selection: Selection) -> Options:
@@ -54,7 +54,7 @@ def correlation_options(correlation: Correlation, selection: Selection) -> Optio
     if ratio > _HOPELESS:
         return {"rows": options["rows"]}
     held = correlation.large[0].numel() + correlation.small[0].numel()
-    if ratio < 1 / _HOPELESS or num_weights > _ROWS_PER_SIGNAL * held:
+    if ratio < 1 / _HOPELESS or num_weights > ROWS_PER_SIGNAL * held:
         return {"gram": options["gram"]}
     return options
 

@@ -47,8 +47,8 @@ def sparse_rows(correlation: Correlation, selection: Selection) -> Rows:
     """Rows ``[n, k]`` of a correlation's gradient, by sparse products over unfolded windows."""
     n, k, groups = len(correlation), selection.num_active, correlation.groups
     rows = correlation.small.new_empty(n, k)
-    elements = correlation.elements_per_record()
-    size = block_size(elements, rows.device)
+    elements = max(correlation.pairs_per_record(), k)
+    size = min(block_size(elements, rows.device), n)
     whole = csr_pattern(selection, rows.dtype, size, groups)
     for block in blocks(n, elements, rows.device):
         b = block.stop - block.start

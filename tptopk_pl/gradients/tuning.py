@@ -6,6 +6,7 @@ is chosen changes a gradient by rounding at most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from time import perf_counter
 
@@ -19,6 +20,7 @@ from tptopk_pl.gradients.tap import Layer, Signal
 _RECORDS = {"cpu": 16}  # measured at once: enough for the loops that run over records
 _RECORDS_ELSEWHERE = 128
 _REPEATS = 3
+_LONG = 0.1  # seconds: what takes longer is measured well enough by one run
 
 # Seconds that a layer must still have before it for a compiled loop to be made, which takes some 3.
 _COMPILING_PAYS = 15.0
@@ -46,6 +48,7 @@ def fastest(layer: Layer, selections: list[Selection], records_to_come: float) -
             seconds = _seconds(options, g)
             best = min(seconds, key=seconds.__getitem__)
             if fused and seconds[best] / len(g) * records_to_come > _COMPILING_PAYS:
+                _once(fused, torch.ones(len(g), dtype=g.dtype, device=g.device))  # compiles
                 seconds |= _seconds({"fused": fused}, g)
             choices[item.local] = min(seconds, key=seconds.__getitem__)
     return choices
@@ -68,7 +71,7 @@ def _seconds(options: dict[str, Callable[[], Contribution]], g: Tensor) -> dict[
     best = {name: _once(make, factors) for name, make in options.items()}  # and warm up
     quickest = min(best.values(), default=0.0)
     for name, make in options.items():
-        if best[name] < 4 * quickest:
+        if best[name] < min(4 * quickest, _LONG):
             best[name] = min(_once(make, factors) for _ in range(_REPEATS))
     return best
 
@@ -76,9 +79,12 @@ def _seconds(options: dict[str, Callable[[], Contribution]], g: Tensor) -> dict[
 def _once(make: Callable[[], Contribution], factors: Tensor) -> float:
     _wait(factors.device)
     start = perf_counter()
-    contribution = make()
-    contribution.square_norms()
-    contribution.weighted_sum(factors)
+    try:
+        contribution = make()
+        contribution.square_norms()
+        contribution.weighted_sum(factors)
+    except Exception:  # memory that runs out, most likely: any other option is better
+        return math.inf
     _wait(factors.device)
     return perf_counter() - start
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tptopk_pl.gradients.contributions import Options, Selection, blockwise
 from tptopk_pl.gradients.gram import Gram
+from tptopk_pl.gradients.options import ROWS_PER_SIGNAL
 from tptopk_pl.gradients.rules._rule import Gradients, Rule
 
 
@@ -36,11 +37,15 @@ class _Lookup:
     def device(self) -> torch.device:
         return self.g.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.g.dtype
+
     def elements_per_record(self) -> int:
-        return self.g.shape[1:].numel()
+        return self.num_rows * self.g.shape[2]
 
     def pairs_per_record(self) -> int:
-        return self.tokens.shape[1] ** 2
+        return max(self.tokens.shape[1] ** 2, self.g.shape[1:].numel())
 
     def select(self, records: Tensor | slice) -> _Lookup:
         return replace(self, tokens=self.tokens[records], g=self.g[records])
@@ -57,6 +62,7 @@ class _Lookup:
         b = len(present)
         tokens = self.tokens.view(b, -1)
         g = self.g.masked_fill(~present.view(-1, 1, 1), 0).view(b, tokens.shape[1], -1)
+        g = g.double()
         same = tokens[:, :, None] == tokens[:, None, :]
         return same.to(g.dtype)[:, None], (g @ g.transpose(1, 2))[:, None]
 
@@ -78,7 +84,8 @@ def _gradients(layer: nn.Embedding, x: Tensor, g: Tensor) -> Gradients:
         rows = {"rows": lambda: blockwise(selection, dense, (tokens, g), numel)}
         if selection.index is not None:
             return rows
-        return {"gram": lambda: Gram(_Lookup(tokens, g, layer.num_embeddings)), **rows}
+        gram = {"gram": lambda: Gram(_Lookup(tokens, g, layer.num_embeddings))}
+        return gram if numel > ROWS_PER_SIGNAL * g.shape[1:].numel() else {**gram, **rows}
 
     return {"weight": weight}
 
