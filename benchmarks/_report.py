@@ -25,8 +25,27 @@ _STYLE = {
 def add_out_option(parser: argparse.ArgumentParser) -> None:
     """``--out``: where results go."""
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="DIR", help="default: %(default)s"
+        "--out", type=_folder, default=RESULTS, metavar="DIR", help="default: %(default)s"
     )
+
+
+def _folder(text: str) -> Path:
+    """A folder that can be written to: better known now than after an hour of measuring."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".writable").touch()
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {text}: {error}") from error
+    return path
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected {text} in {{1, 2, …}}")
+    return int(text)
 
 
 def num_cores() -> int:

@@ -40,8 +40,12 @@ _PLANS = (  # N, B, T
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, then write JSON, tables and pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--largest", type=int, default=10**7, help="most units and coordinates")
-    parser.add_argument("--plans", type=int, default=len(_PLANS), help="how many to calibrate")
+    parser.add_argument(
+        "--largest", type=_report.positive, default=10**7, help="most units and coordinates"
+    )
+    parser.add_argument(
+        "--plans", type=_report.positive, default=len(_PLANS), help="how many to calibrate"
+    )
     _report.add_out_option(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -63,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _sizes(first: int, largest: int) -> list[int]:
     """Powers of ten from ``first`` to ``largest``; at least one size."""
     sizes = [first * 10**power for power in range(8) if first * 10**power <= largest]
-    return sizes or [largest]
+    return sizes or [max(largest, 10)]  # the least of which a tenth can be drawn
 
 
 def _milliseconds(work: Callable[[int], Any]) -> float:

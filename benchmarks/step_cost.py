@@ -69,11 +69,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contenders", nargs="+", default=list(CONTENDERS), help="or phase2_<per cent>"
     )
-    parser.add_argument("--batch-size", type=int, help="default: the model's own")
+    parser.add_argument("--batch-size", type=_report.positive, help="default: the model's own")
     parser.add_argument(
         "--threads", nargs="+", type=_threads, default=[1], help='numbers, or "all"'
     )
-    parser.add_argument("--pairs", type=int, default=15, help="measured steps of each contender")
+    parser.add_argument(
+        "--pairs", type=_report.positive, default=15, help="measured steps of each contender"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--growth", action="store_true", help="over batch, d and k/d instead")
     _report.add_out_option(parser)
@@ -89,7 +91,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _threads(text: str) -> int:
-    return _report.num_cores() if text == "all" else int(text)
+    return _report.num_cores() if text == "all" else _report.positive(text)
 
 
 def _section(result: dict[str, Any]) -> str:
