@@ -287,6 +287,16 @@ def test_what_an_interrupted_step_summed_is_discarded(
     assert results[0].abs().max() > 0
 
 
+def test_no_sum_without_noise_is_kept(network: nn.Module, engine: GradientEngine) -> None:
+    mechanism = GaussianMechanism(6, KEY)
+    begin(mechanism, engine.num_active)
+    run_chunk(engine, network, (0, 1))
+    mechanism.add_chunk(engine)
+    assert mechanism._sum.any()
+    assert mechanism.release().any()
+    assert not mechanism._sum.any()
+
+
 def test_a_sum_is_released_once() -> None:
     mechanism = GaussianMechanism(6, None)
     begin(mechanism, 3)

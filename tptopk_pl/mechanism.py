@@ -113,4 +113,6 @@ class GaussianMechanism:
         if self._noise is not None:
             noise, self._noise = self._noise.result(), None
             total = noise.mul_(self._noise_std).add_(total).to(total.dtype)
-        return self._reduce(total) / self._batch_size
+        released = self._reduce(total) / self._batch_size
+        self._sum.zero_()  # what has no noise is not kept
+        return released
